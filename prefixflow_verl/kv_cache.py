@@ -1,0 +1,106 @@
+"""Training-time KV cache: keys and values of head packs, with gradient accumulators.
+
+A cache holds leaf copies of what a head pack computed. Packs below read them; their attention backward
+adds dK and dV into float32 accumulators here (bf16 sums over many responses lose bits). The delayed
+backward of the head pack then takes the accumulated gradients as its roots' gradients.
+
+[Note: a cache belongs to one weights version]
+Keys and values are functions of the weights. After an optimizer step they are wrong, and nothing else
+would notice: losses stay finite. `WeightsVersion` therefore counts in-place writes to the parameters
+through PyTorch's own version counters, and every read compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class StaleCacheError(RuntimeError):
+    """A training-time KV cache was read after the weights it was computed with had changed."""
+
+
+class WeightsVersion:
+    """Detects in-place changes of a fixed set of parameters.
+
+    Args:
+        parameters: the parameters as the optimizer sees them (under FSDP2 the sharded ones).
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+
+    def current(self) -> int:
+        """A number that grows with every in-place write to a parameter."""
+        return sum(parameter._version for parameter in self._parameters)
+
+
+class PackCache:
+    """Keys and values of one head pack, per layer.
+
+    Shapes: `keys[layer]`, `values[layer]` are [1, N_kv, T, D] in the model's dtype, detached; gradients are
+    the same shape in `gradient_dtype`.
+
+    Args:
+        weights: guards against reading after an optimizer step.
+        gradient_dtype: accumulator dtype; None accumulates in the keys' own dtype.
+    """
+
+    def __init__(self, weights: WeightsVersion, gradient_dtype: torch.dtype | None) -> None:
+        self._weights = weights
+        self._version = weights.current()
+        self._gradient_dtype = gradient_dtype
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._key_grads: dict[int, torch.Tensor] = {}
+        self._value_grads: dict[int, torch.Tensor] = {}
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep detached K and V ([1, N_kv, T, D], after RoPE) of `layer`."""
+        self._keys[layer] = key.detach()
+        self._values[layer] = value.detach()
+
+    def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of positions `[start, end)` of the pack's row: two [1, N_kv, end - start, D] views.
+
+        Raises:
+            StaleCacheError: parameters changed since the cache was made.
+        """
+        self.check_fresh()
+        return self._keys[layer][:, :, start:end], self._values[layer][:, :, start:end]
+
+    def check_fresh(self) -> None:
+        """Raise `StaleCacheError` if parameters changed since the cache was made."""
+        if self._weights.current() != self._version:
+            raise StaleCacheError(
+                "The weights changed (an optimizer step or a checkpoint load) while prefix keys and "
+                "values computed with the old weights were still in use. Step the optimizer only after "
+                "the whole mini-batch has run."
+            )
+
+    def add_gradient(
+        self, layer: int, start: int, end: int, key_grad: torch.Tensor, value_grad: torch.Tensor
+    ) -> None:
+        """Add dK and dV ([1, N_kv, end - start, D]) of positions `[start, end)`."""
+        for grads, source, grad in (
+            (self._key_grads, self._keys, key_grad),
+            (self._value_grads, self._values, value_grad),
+        ):
+            if layer not in grads:
+                # A delayed backward still wants a gradient where no query was.
+                grads[layer] = torch.zeros_like(source[layer], dtype=self._gradient_dtype)
+            grads[layer][:, :, start:end] += grad
+
+    def gradients(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Accumulated (dK, dV) of `layer` in the keys' dtype; None if nothing read it."""
+        if layer not in self._key_grads:
+            return None
+        dtype = self._keys[layer].dtype
+        return self._key_grads[layer].to(dtype), self._value_grads[layer].to(dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and accumulators now held."""
+        stores = (self._keys, self._values, self._key_grads, self._value_grads)
+        return sum(t.numel() * t.element_size() for store in stores for t in store.values())

@@ -1,0 +1,169 @@
+"""Routes a Hugging Face causal LM's attention through `attention.py`, and refuses models it cannot serve.
+
+Nothing of the model is replaced: transformers looks its attention function up by name in a registry at
+every call, so registering one function and switching the name for the duration of a run is enough. The
+pack's `SegmentContext` travels as one extra keyword argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prefixflow_verl.attention import segment_attention
+
+ATTENTION_NAME = "prefixflow"
+CONTEXT_KWARG = "prefixflow_context"
+
+
+class UnsupportedModelError(ValueError):
+    """The model uses something prefix reuse cannot reproduce; the message names the setting."""
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface of transformers: q [1, N, T, D], k and v [1, M, T, D] -> [1, T, N, D]."""
+    context = kwargs.get(CONTEXT_KWARG)
+    if context is None:
+        raise RuntimeError(
+            f"{type(module).__name__} did not pass `{CONTEXT_KWARG}` on to its attention: this model "
+            "cannot run with prefix reuse"
+        )
+    longest = int(context.layout.position_ids.max()) + 1
+    if dropout:
+        raise UnsupportedModelError(
+            f"attention dropout is {dropout}: set attention_dropout=0 in the model config"
+        )
+    if sliding_window is not None and sliding_window < longest:
+        raise UnsupportedModelError(
+            f"sliding_window={sliding_window} is shorter than a sequence of {longest} tokens: use "
+            "shorter sequences or a model without a sliding window"
+        )
+    if softcap is not None or s_aux is not None:
+        raise UnsupportedModelError(
+            "the model uses attention logit soft-capping or attention sinks, which prefix reuse does not support"
+        )
+    layer = module.layer_idx
+    context.capture(layer, key, value)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = segment_attention(query, key, value, scale=scale, context=context, layer=layer)
+    return out, None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout says who attends to whom; no mask tensor is built."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+
+
+def pretrained_model(module: torch.nn.Module) -> PreTrainedModel:
+    """The Hugging Face causal LM inside `module` (itself, or below PEFT and other wrappers).
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    for candidate in module.modules():
+        if isinstance(candidate, PreTrainedModel):
+            return candidate
+    raise UnsupportedModelError(
+        f"{type(module).__name__} holds no Hugging Face PreTrainedModel: prefix reuse needs one"
+    )
+
+
+@contextmanager
+def routed(module: torch.nn.Module) -> Iterator[None]:
+    """While open, attention of `module` is segment attention.
+
+    Keep it open over forward *and* backward: activation checkpointing runs the layers again.
+    """
+    configs = {id(m.config): m.config for m in module.modules() if isinstance(m, PreTrainedModel)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def check_model(module: torch.nn.Module) -> None:
+    """Refuse, by name and with the remedy, what prefix reuse cannot reproduce exactly.
+
+    Raises:
+        UnsupportedModelError: naming the setting and what to do.
+    """
+    model = pretrained_model(module)
+    config = model.config
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not route its attention through the transformers attention interface; "
+            "use a model that does (Llama, Qwen2, Qwen3, Mistral, ...)"
+        )
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        raise UnsupportedModelError(f"{name} is multimodal: use a text-only model")
+    for field in ("attention_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if float(getattr(config, field, 0.0) or 0.0) > 0:
+            raise UnsupportedModelError(
+                f"{field}={getattr(config, field)} in the model config: set it to 0, a shared prefix "
+                "has one random mask where separate rollouts have many"
+            )
+    for submodule_name, submodule in module.named_modules():
+        if isinstance(submodule, torch.nn.Dropout) and submodule.p > 0:
+            raise UnsupportedModelError(
+                f"dropout p={submodule.p} at {submodule_name}: set lora_dropout (or the model's dropout) to 0"
+            )
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    other = layer_types - {"full_attention", "sliding_attention"}
+    if other:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {sorted(other)}: only softmax attention over all positions is supported"
+        )
+    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, field, None):
+            raise UnsupportedModelError(f"{field} is set in the model config: soft-capping is not supported")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"rope_type={rope_type} depends on the total length, so keys of a shared prefix would differ "
+                "between rollouts: use default, linear, llama3 or yarn"
+            )
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "output_router_logits=True adds a router loss that counts tokens: set it to False in the model config"
+        )
+    _check_checkpointing(module)
+
+
+def _check_checkpointing(module: torch.nn.Module) -> None:
+    for submodule in module.modules():
+        function = getattr(submodule, "_gradient_checkpointing_func", None)
+        keywords = getattr(function, "keywords", {})
+        if getattr(submodule, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
+            raise UnsupportedModelError(
+                "gradient checkpointing is reentrant, which hides keys and values from the delayed backward: "
+                "enable it with gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )

@@ -1,0 +1,490 @@
+"""Runs a plan: prefix forward, suffix forward + backward, one delayed prefix backward.
+
+[Note: boundary tensors]
+What the rest of the computation sees of a pack are its boundary tensors: K and V of every layer, and the
+log-prob and entropy of each prediction. Each boundary tensor has a leaf twin. Losses and packs below use
+the twins only; their gradients add up there. Backward of a pack is then one call,
+
+    torch.autograd.backward([log_probs, entropies, K_0, V_0, K_1, ...], [gradients of the twins])
+
+for leaf packs at once and for head packs after everything below them. The gradient that reaches a twin is
+the exact sum over all its uses, so the parameter gradient is that of full-sequence training, for any loss.
+
+[Note: delayed backward under FSDP2]
+FSDP2 gathers a layer's parameters for backward when a gradient reaches the layer's *output*. Keys and
+values are no outputs. The log-probs come from the root module's own output, so having them among the
+roots, with a zero gradient if need be, makes every layer's hook fire before its K and V gradients arrive.
+A pack without any prediction therefore still keeps one row of logits.
+
+This is the only file that calls backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_backend
+from prefixflow_verl.forest import PrefixForest
+from prefixflow_verl.kv_cache import PackCache, WeightsVersion
+from prefixflow_verl.log_probs import log_probs_and_entropy
+from prefixflow_verl.model_hook import CONTEXT_KWARG, check_model, routed
+from prefixflow_verl.packing import Completion, Packer, PackLayout
+from prefixflow_verl.plan import PackBudget, Plan, PlanMode, make_plan
+
+_DUMMY_LAYOUT = PackLayout(
+    token_ids=np.zeros(1, dtype=np.int64),
+    position_ids=np.zeros(1, dtype=np.int64),
+    self_parts=((0, 1),),
+    cross_parts=(),
+    logit_rows=np.zeros(1, dtype=np.int64),
+    scaled_rows=np.zeros(0, dtype=np.int64),
+    row_temperatures=np.zeros(0),
+    prediction_rows=np.zeros(0, dtype=np.int64),
+    targets=np.zeros(0, dtype=np.int64),
+    completions=(),
+)
+"""A pack of one token and no loss, for a rank that has fewer packs than others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletedRollouts:
+    """Rollouts whose log-probs are complete: what a loss function receives.
+
+    Under training the tensors require grad; the loss function must not keep them.
+    """
+
+    rollout_ids: tuple[int, ...]
+    """Indices into the sequences of the call."""
+    positions: tuple[torch.Tensor, ...]
+    """Per rollout [n] int64: entry i says that `log_probs[i]` is of token `positions[i] + 1`."""
+    log_probs: tuple[torch.Tensor, ...]
+    """Per rollout [n] float32: log-prob of each predicted token under its temperature."""
+    entropies: tuple[torch.Tensor, ...] | None
+    """Per rollout [n] float32, nats; None unless asked for."""
+
+
+LossFunction = Callable[[CompletedRollouts], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """What one run did on this rank."""
+
+    logical_tokens: int
+    executed_tokens: int
+    num_rollouts: int
+    num_shared_groups: int
+    """Trees in which two or more rollouts share a segment."""
+    num_packs: int
+    num_dummy_packs: int
+    num_cut_edges: int
+    num_dissolved_trees: int
+    planning_s: float
+    max_cache_bytes: int
+    """Largest sum of live cache bytes (K, V and accumulators)."""
+
+    @property
+    def reuse_ratio(self) -> float:
+        return self.logical_tokens / self.executed_tokens if self.executed_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Sequences, their forest, their plan and the layout of every pack. No tensors."""
+
+    forest: PrefixForest
+    plan: Plan
+    layouts: list[PackLayout]
+    planning_s: float
+
+
+def pack_sequences(
+    sequences: Sequence[np.ndarray],
+    budget: PackBudget,
+    *,
+    predict: Sequence[np.ndarray] | None = None,
+    temperatures: float | Sequence[float] = 1.0,
+    mode: PlanMode = "auto",
+    keys: Sequence[Hashable] | None = None,
+    min_shared_tokens: int = 1,
+) -> PackedBatch:
+    """Plan `sequences` and lay out every pack; see `make_plan` and `Packer` for the arguments."""
+    began = time.perf_counter()
+    forest, plan = make_plan(
+        sequences, budget, mode=mode, keys=keys, min_shared_tokens=min_shared_tokens
+    )
+    layouts = Packer(
+        sequences, forest, plan, predict=predict, temperatures=temperatures
+    ).layouts
+    return PackedBatch(
+        forest=forest, plan=plan, layouts=layouts, planning_s=time.perf_counter() - began
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _PackRun:
+    """Live tensors of one pack between its forward and its backward."""
+
+    index: int | None
+    """Pack index; None for a dummy."""
+    roots: list[torch.Tensor]
+    """In-graph log-probs (or one row of logits) and entropies."""
+    twins: list[torch.Tensor]
+    """Leaf twins of `roots`."""
+    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None
+    """In-graph K and V of a head pack, by layer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseRunner:
+    """Runs packed batches through a model.
+
+    Args:
+        model: the root module (FSDP2, PEFT and activation checkpointing are fine).
+        backend: attention kernel.
+        weights: guards the caches; None: over `model.parameters()`.
+        device: where inputs go; None: that of the first parameter.
+        cache_gradient_dtype: accumulators of dK and dV; None: the dtype of K.
+        process_group: ranks that must run the same number of packs; None: this rank alone.
+        reduce_gradients_once: skip gradient reduction for all but the last backward.
+        scale_loss: applied to each loss before its backward (a loss scaler's `scale`).
+        forward_context: entered around every model forward (autocast).
+    """
+
+    model: torch.nn.Module
+    backend: AttentionBackend
+    weights: WeightsVersion | None = None
+    device: torch.device | None = None
+    cache_gradient_dtype: torch.dtype | None = torch.float32
+    process_group: dist.ProcessGroup | None = None
+    reduce_gradients_once: bool = True
+    scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+    forward_context: Callable[[], AbstractContextManager] = nullcontext
+    _caches: dict[int, PackCache] = field(default_factory=dict, init=False)
+    _twins: dict[int, _PackRun] = field(default_factory=dict, init=False)
+    _max_cache_bytes: int = field(default=0, init=False)
+    _with_entropy: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.weights is None:
+            self.weights = WeightsVersion(self.model.parameters())
+        if self.device is None:
+            self.device = next(self.model.parameters()).device
+
+    def backward(
+        self, batch: PackedBatch, loss_function: LossFunction, *, with_entropy: bool = False
+    ) -> RunStats:
+        """Accumulate the gradient of the summed losses into the parameters.
+
+        `loss_function` is called once per pack that completes rollouts and returns a scalar; the losses
+        add up, so each must already carry the mini-batch's denominator.
+        """
+        return self._run(batch, loss_function, training=True, with_entropy=with_entropy)
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        receive: Callable[[CompletedRollouts], None],
+        *,
+        with_entropy: bool = False,
+    ) -> RunStats:
+        """Compute log-probs without gradients; `receive` gets each pack's completed rollouts."""
+        with torch.no_grad():
+            return self._run(batch, receive, training=False, with_entropy=with_entropy)
+
+    def _run(
+        self,
+        batch: PackedBatch,
+        consume: Callable[[CompletedRollouts], torch.Tensor | None],
+        *,
+        training: bool,
+        with_entropy: bool,
+    ) -> RunStats:
+        plan = batch.plan
+        agreed = self._agree(plan.counts)
+        self._with_entropy = with_entropy
+        self._max_cache_bytes = 0
+        num_backwards_left = sum(heads + leaves for heads, leaves in agreed) if training else 0
+
+        def finish(run: _PackRun) -> None:
+            nonlocal num_backwards_left
+            num_backwards_left -= 1
+            with self._gradient_sync(is_last=num_backwards_left == 0):
+                self._backward_pack(run)
+
+        try:
+            with routed(self.model):
+                for number, (num_heads, num_leaves) in enumerate(agreed):
+                    round_ = plan.rounds[number] if number < len(plan.rounds) else None
+                    heads = _pad(round_.heads if round_ else (), num_heads)
+                    leaves = _pad(round_.leaves if round_ else (), num_leaves)
+                    head_runs = []
+                    for index in heads:
+                        head_runs.append(self._forward_pack(batch, index))
+                        self._complete(batch, index, consume, training)
+                    for index in leaves:
+                        run = self._forward_pack(batch, index)
+                        self._complete(batch, index, consume, training)
+                        if training:
+                            finish(run)
+                        del run
+                        self._twins.pop(index, None)
+                    while head_runs:
+                        run = head_runs.pop()
+                        if training:
+                            finish(run)
+                        self._caches.pop(run.index, None)
+                        self._twins.pop(run.index, None)
+                        del run
+        finally:
+            self._caches.clear()
+            self._twins.clear()
+        num_agreed = sum(heads + leaves for heads, leaves in agreed)
+        return RunStats(
+            logical_tokens=batch.forest.logical_tokens,
+            executed_tokens=batch.forest.executed_tokens,
+            num_rollouts=batch.forest.num_rollouts,
+            num_shared_groups=int(batch.forest.is_shared[batch.forest.roots].sum()),
+            num_packs=len(plan.packs),
+            num_dummy_packs=num_agreed - len(plan.packs),
+            num_cut_edges=plan.num_cut_edges,
+            num_dissolved_trees=plan.num_dissolved_trees,
+            planning_s=batch.planning_s,
+            max_cache_bytes=self._max_cache_bytes,
+        )
+
+    def _agree(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(heads, leaves) per round that every rank will run; see plan.py [Note: rank agreement]."""
+        if self.process_group is None or dist.get_world_size(self.process_group) == 1:
+            return counts
+        num_rounds = torch.tensor([len(counts)], device=self.device)
+        dist.all_reduce(num_rounds, op=dist.ReduceOp.MAX, group=self.process_group)
+        table = torch.zeros(int(num_rounds), 2, dtype=torch.int64, device=self.device)
+        if counts:
+            table[: len(counts)] = torch.tensor(counts, device=self.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.process_group)
+        return [(heads, leaves) for heads, leaves in table.tolist()]
+
+    def _forward_pack(self, batch: PackedBatch, index: int | None) -> _PackRun:
+        layout = batch.layouts[index] if index is not None else _DUMMY_LAYOUT
+        reads = {part.pack for part in layout.cross_parts if part.pack in self._caches}
+        is_cached = index is not None and batch.plan.packs[index].is_head
+        captured = {} if is_cached else None
+        context = SegmentContext(
+            layout=layout,
+            backend=self.backend,
+            caches={pack: self._caches[pack] for pack in reads},
+            captured=captured,
+        )
+        cache = PackCache(self.weights, self.cache_gradient_dtype) if is_cached else None
+        with self.forward_context():
+            logits = self.model(
+                input_ids=self._to_device(layout.token_ids)[None],
+                position_ids=self._to_device(layout.position_ids)[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=self._to_device(layout.logit_rows),
+                **{CONTEXT_KWARG: context},
+            ).logits[0]
+        if cache is not None:
+            for layer, (key, value) in captured.items():
+                cache.store(layer, key, value)
+            self._caches[index] = cache
+        if len(layout.targets):
+            log_probs, entropies = log_probs_and_entropy(
+                logits,
+                self._to_device(layout.scaled_rows),
+                self._to_device(layout.row_temperatures),
+                self._to_device(layout.prediction_rows),
+                self._to_device(layout.targets),
+                with_entropy=self._with_entropy,
+            )
+            roots = [log_probs] if entropies is None else [log_probs, entropies]
+        else:
+            roots = [logits]
+        needs_grad = torch.is_grad_enabled()
+        run = _PackRun(
+            index=index,
+            roots=roots,
+            twins=[root.detach().requires_grad_(needs_grad) for root in roots],
+            captured=captured,
+        )
+        if index is not None:
+            self._twins[index] = run
+        return run
+
+    def _complete(
+        self,
+        batch: PackedBatch,
+        index: int | None,
+        consume: Callable[[CompletedRollouts], torch.Tensor | None],
+        training: bool,
+    ) -> None:
+        """Hand the rollouts that end in this pack to the loss; its gradients land in the twins."""
+        if index is None or not batch.layouts[index].completions:
+            return
+        completions = batch.layouts[index].completions
+        loss = consume(
+            CompletedRollouts(
+                rollout_ids=tuple(completion.rollout for completion in completions),
+                positions=tuple(self._to_device(completion.positions) for completion in completions),
+                log_probs=tuple(self._gather(completion, 0) for completion in completions),
+                entropies=tuple(self._gather(completion, 1) for completion in completions)
+                if self._with_entropy
+                else None,
+            )
+        )
+        # A loss without any prediction in it (all masked out) has no graph, and no gradient.
+        if training and loss.requires_grad:
+            (self.scale_loss(loss) if self.scale_loss else loss).backward()
+
+    def _gather(self, completion: Completion, output: int) -> torch.Tensor:
+        """One rollout's log-probs (output 0) or entropies (output 1) from the twins along its path."""
+        parts = [
+            self._twins[pack].twins[output].index_select(0, self._to_device(indices))
+            for pack, indices in completion.sources
+        ]
+        if not parts:
+            return torch.zeros(0, dtype=torch.float32, device=self.device)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _backward_pack(self, run: _PackRun) -> None:
+        """The only backward through the model: all boundary tensors of one pack at once."""
+        roots, gradients = [], []
+        for root, twin in zip(run.roots, run.twins, strict=True):
+            if root.requires_grad:
+                roots.append(root)
+                gradients.append(twin.grad if twin.grad is not None else torch.zeros_like(root))
+        cache = self._caches.get(run.index) if run.captured else None
+        if cache is not None:
+            cache.check_fresh()
+            self._max_cache_bytes = max(
+                self._max_cache_bytes, sum(other.num_bytes for other in self._caches.values())
+            )
+            for layer, (key, value) in run.captured.items():
+                grads = cache.gradients(layer)
+                for tensor, gradient in zip((key, value), grads or (), strict=False):
+                    if tensor.requires_grad:
+                        roots.append(tensor)
+                        gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        if run.captured:
+            # The graph holds the context, the context holds K and V, K and V hold the graph.
+            run.captured.clear()
+
+    @contextmanager
+    def _gradient_sync(self, *, is_last: bool) -> Iterator[None]:
+        if is_last or not self.reduce_gradients_once or not isinstance(self.model, FSDPModule):
+            yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _pad(indices: Sequence[int], count: int) -> list[int | None]:
+    return [*indices, *[None] * (count - len(indices))]
+
+
+class PrefixFlow:
+    """Prefix reuse for any training loop over a Hugging Face causal LM.
+
+    Args:
+        model: a causal LM whose attention goes through the transformers attention interface.
+        max_tokens_per_pack: executed tokens in one forward; larger trees are cut.
+        attention_backend: `auto`, `reference` or `sdpa_cpu`.
+        min_shared_tokens: shorter shared runs are computed by each rollout itself.
+        process_group: under FSDP2, the ranks that shard the model.
+
+    Raises:
+        UnsupportedModelError: the model uses something that cannot be reproduced exactly.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        max_tokens_per_pack: int = 16384,
+        attention_backend: str = "auto",
+        min_shared_tokens: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_model(model)
+        device = next(model.parameters()).device
+        self._budget = PackBudget(max_tokens=max_tokens_per_pack)
+        self._min_shared_tokens = min_shared_tokens
+        self._runner = PhaseRunner(
+            model=model,
+            backend=choose_backend(attention_backend, device),
+            process_group=process_group,
+        )
+
+    def backward(
+        self,
+        sequences: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+        loss_function: LossFunction,
+        *,
+        predict: Sequence[np.ndarray] | None = None,
+        temperatures: float | Sequence[float] = 1.0,
+        with_entropy: bool = False,
+    ) -> tuple[float, RunStats]:
+        """Accumulate gradients of the summed losses; returns the sum and what was run.
+
+        Args:
+            sequences: R token id sequences, prompt and response together.
+            loss_function: receives `CompletedRollouts`, possibly a few times, and returns a scalar.
+            predict: R bool arrays of `len(sequence) - 1`; entry p asks for the log-prob of token p + 1.
+            temperatures: one value or R; logits are divided by them.
+            with_entropy: also compute entropies.
+        """
+        total = 0.0
+
+        def add_loss(rollouts: CompletedRollouts) -> torch.Tensor:
+            nonlocal total
+            loss = loss_function(rollouts)
+            total += loss.item()
+            return loss
+
+        batch = self._pack(sequences, predict, temperatures)
+        stats = self._runner.backward(batch, add_loss, with_entropy=with_entropy)
+        return total, stats
+
+    def log_probs(
+        self,
+        sequences: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+        *,
+        predict: Sequence[np.ndarray] | None = None,
+        temperatures: float | Sequence[float] = 1.0,
+    ) -> list[torch.Tensor]:
+        """Log-probs without gradients: R float32 tensors, one entry per predicted token."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(rollouts: CompletedRollouts) -> None:
+            found.update(zip(rollouts.rollout_ids, rollouts.log_probs, strict=True))
+
+        self._runner.forward(self._pack(sequences, predict, temperatures), keep)
+        empty = torch.zeros(0)
+        return [found.get(index, empty) for index in range(len(sequences))]
+
+    def _pack(self, sequences, predict, temperatures) -> PackedBatch:
+        return pack_sequences(
+            [np.asarray(sequence) for sequence in sequences],
+            self._budget,
+            predict=predict,
+            temperatures=temperatures,
+            min_shared_tokens=self._min_shared_tokens,
+        )

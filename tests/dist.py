@@ -1,0 +1,48 @@
+"""Real process groups for tests: spawned gloo ranks with file rendezvous."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on every rank; returns the ranks' results in order.
+
+    The function must be importable. A rank that raises fails the caller with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        context = mp.get_context("spawn")
+        queue = context.SimpleQueue()
+        mp.spawn(
+            _entry, args=(world_size, directory, queue, function, args), nprocs=world_size, join=True
+        )
+        results: dict[int, Any] = {}
+        while not queue.empty():
+            rank, result = queue.get()
+            results[rank] = result
+        return [results[rank] for rank in range(world_size)]
+
+
+def _entry(
+    rank: int, world_size: int, directory: str, queue: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo",
+        init_method=f"file://{Path(directory) / 'rendezvous'}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        queue.put((rank, function(rank, world_size, *args)))
+    finally:
+        dist.destroy_process_group()
