@@ -17,7 +17,6 @@ no prefix key is ever copied per response.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -113,22 +112,36 @@ def choose_backend(name: str, device: torch.device) -> AttentionBackend:
     return BACKENDS[name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentContext:
     """What the attention of one pack needs, passed through the model's keyword arguments.
 
     [Note: context through keyword arguments]
     A delayed backward with activation checkpointing runs layers again long after other packs ran. Keyword
     arguments are saved with the checkpoint, so the second run sees this pack's context; a global would
-    hold another pack's.
+    hold another pack's. It is an ordinary class on purpose: FSDP2 rebuilds dataclasses, dicts and tuples
+    among a module's arguments to cast the tensors inside, and a rebuilt context would capture into a copy.
+
+    Args:
+        layout: the pack's row.
+        backend: kernel for each part.
+        caches: caches of the head packs that `layout.cross_parts` reads, by pack.
+        captured: layer -> in-graph (K, V) of a head pack, filled by the first forward only; None for a leaf.
     """
 
-    layout: PackLayout
-    backend: AttentionBackend
-    caches: dict[int, PackCache]
-    """Caches of the head packs that `layout.cross_parts` reads, by pack."""
-    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None
-    """Layer -> in-graph (K, V) of a head pack, filled by the first forward only; None for a leaf."""
+    __slots__ = ("backend", "caches", "captured", "layout")
+
+    def __init__(
+        self,
+        *,
+        layout: PackLayout,
+        backend: AttentionBackend,
+        caches: dict[int, PackCache],
+        captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None,
+    ) -> None:
+        self.layout = layout
+        self.backend = backend
+        self.caches = caches
+        self.captured = captured
 
     def capture(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Record K and V of `layer`; a checkpoint's second forward records nothing."""
