@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +36,8 @@ def _entry(
     rank: int, world_size: int, directory: str, queue: Any, function: Callable[..., Any], args: tuple
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
         "cpu:gloo",
         init_method=f"file://{Path(directory) / 'rendezvous'}",

@@ -1,0 +1,107 @@
+"""The plugin's own settings. Importable without torch or verl.
+
+They live at `actor_rollout_ref.actor.fsdp_config.prefixflow` of a verl config; every error message
+below names that path, because that is what a user can change. `engine_config.py` puts them into
+verl's engine config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+STRATEGY = "prefixflow"
+"""The value of `actor_rollout_ref.actor.strategy` that selects this plugin."""
+
+OPTIONS_PATH = "actor_rollout_ref.actor.fsdp_config.prefixflow"
+"""Where the options stand in a verl config."""
+
+ON_UNSUPPORTED = ("error", "fallback")
+ATTENTION_BACKENDS = ("auto", "reference", "sdpa_cpu")
+CACHE_GRAD_DTYPES = ("float32", "param")
+PLANS = ("auto", "fused", "cut", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFlowOptions:
+    """Settings of one prefix-reusing engine.
+
+    Raises:
+        ValueError: a value outside its range; the message names the setting's full config path.
+
+    Example:
+        PrefixFlowOptions(on_unsupported="fallback", max_tokens_per_pack=8192)
+    """
+
+    on_unsupported: str = "error"
+    """What to do when the model or a setting cannot be trained with prefix reuse: `error` stops
+    before the first step and says why, `fallback` trains densely with a warning and a metric."""
+    attention_backend: str = "auto"
+    """Kernel of the segment attention: `auto` chooses the fastest usable one and logs it,
+    `reference` is plain math in any dtype, `sdpa_cpu` is PyTorch's CPU flash attention."""
+    max_tokens_per_pack: int | None = None
+    """Most executed tokens in one model forward. Tokens, 1 or more; None takes verl's budget
+    (`ppo_max_token_len_per_gpu` and `log_prob_max_token_len_per_gpu`)."""
+    max_cache_bytes: int | None = None
+    """Most bytes of keys, values and their gradients alive at one time. Bytes per rank, 1 or
+    more; None sets no limit."""
+    cache_grad_dtype: str = "float32"
+    """Dtype in which gradients of cached keys and values are summed over a group: `float32`, or
+    `param` for the dtype of the keys themselves (half the memory in bf16, less exact)."""
+    plan: str = "auto"
+    """How shared prefixes are laid out: `auto` decides by estimated cost, `fused` never cuts a
+    tree, `cut` cuts every shared edge, `off` packs without reuse. All give the same update."""
+
+    min_shared_tokens: int = 8
+    """Shortest run of tokens that is computed once for the rollouts that share it. Tokens, 1 or more;
+    shorter runs cost more in kernel calls than they save."""
+    cut_overhead_tokens: int = 256
+    """Tokens that cutting a tree must save to be worth one more forward and backward. Tokens, 0 or
+    more; a tree that saves less is run with less sharing."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _require_one_of("cache_grad_dtype", self.cache_grad_dtype, CACHE_GRAD_DTYPES)
+        _require_one_of("plan", self.plan, PLANS)
+        _require_positive_or_none("max_tokens_per_pack", self.max_tokens_per_pack)
+        _require_positive_or_none("max_cache_bytes", self.max_cache_bytes)
+        _require_at_least("min_shared_tokens", self.min_shared_tokens, 1)
+        _require_at_least("cut_overhead_tokens", self.cut_overhead_tokens, 0)
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> PrefixFlowOptions:
+        """Options from a plain mapping, such as a section of a Hydra config.
+
+        Raises:
+            ValueError: a key that is not a setting, or a value outside its range.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{OPTIONS_PATH}.{unknown[0]} is not a setting; the settings are {', '.join(known)}"
+            )
+        return cls(**settings)
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{OPTIONS_PATH}.{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _require_positive_or_none(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"{OPTIONS_PATH}.{name}={value!r} must be an integer of 1 or more, or null"
+        )
+
+
+def _require_at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"{OPTIONS_PATH}.{name}={value!r} must be an integer of {least} or more"
+        )

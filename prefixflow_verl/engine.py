@@ -1,0 +1,405 @@
+"""The verl engine that trains with prefix reuse.
+
+Everything verl's FSDP2 engine does stays: building, sharding, offload, checkpoints, weight export. Only
+`forward_backward_batch`, through which `update_actor`, `compute_log_prob` and the reference log-probs all
+pass, runs a prefix plan instead of padded or packed micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
+
+from prefixflow_verl.accounting import ModelShape, reuse_ratio
+from prefixflow_verl.attention import choose_backend
+from prefixflow_verl.config import OPTIONS_PATH
+from prefixflow_verl.engine_config import as_fsdp2, options_of
+from prefixflow_verl.model_hook import UnsupportedModelError, check_model, pretrained_model
+from prefixflow_verl.phases import CompletedRollouts, PhaseRunner, RunStats, pack_sequences
+from prefixflow_verl.plan import PackBudget
+from prefixflow_verl.rollouts import (
+    RolloutBatch,
+    check_rows,
+    model_output_rows,
+    read_rollouts,
+    response_rows,
+    select_rows,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixFlowEngine(FSDPEngineWithLMHead):
+    """verl's FSDP2 language-model engine with prefix reuse; strategy `prefixflow`.
+
+    Attributes:
+        options: the plugin's settings for this engine.
+
+    Raises:
+        UnsupportedModelError: at construction or while the model is built, if a setting or the model
+            cannot be reproduced exactly and `on_unsupported=error`.
+    """
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ):
+        self.options = options_of(engine_config)
+        self._fallback: UnsupportedModelError | None = None
+        self._warned: set[str] = set()
+        self._log_prob_totals: dict[str, float] | None = None
+        self._runner: PhaseRunner | None = None
+        self._unless_supported(lambda: check_settings(model_config, engine_config))
+        # verl's builder knows the strategies fsdp and fsdp2 only.
+        super().__init__(
+            model_config=model_config,
+            engine_config=as_fsdp2(engine_config),
+            optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )
+
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        if self._fallback is None:
+            self._unless_supported(lambda: check_model(self.module))
+        if self._fallback is not None:
+            return
+        device = _compute_device()
+        gradient_dtype = torch.float32 if self.options.cache_grad_dtype == "float32" else None
+        self._runner = PhaseRunner(
+            model=self.module,
+            backend=choose_backend(self.options.attention_backend, device),
+            device=device,
+            cache_gradient_dtype=gradient_dtype,
+            process_group=self.get_data_parallel_group(),
+            reduce_gradients_once=self.engine_config.use_no_sync_for_gradient_accumulation,
+            scale_loss=self.scaler.scale if self.scaler is not None else None,
+            forward_context=self._autocast,
+        )
+        if self.rank == 0:
+            logger.warning(
+                "prefixflow: reusing prefixes, attention backend %s", self._runner.backend.name
+            )
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run every row of `data` once per shared prefix; see `FSDPEngine.forward_backward_batch`.
+
+        Returns:
+            verl's dict: `model_output` (jagged `log_probs`, `entropy`; forward only, or if asked for),
+            `loss` (a list that sums to the rank's loss), `metrics`.
+        """
+        num_loss_tokens, refusal = self._agree_on_batch(data)
+        if refusal is not None:
+            return self._run_dense(data, loss_function, forward_only, refusal)
+        tu.assign_non_tensor(
+            data,
+            sp_size=1,
+            batch_num_tokens=num_loss_tokens,
+            dp_size=self.get_data_parallel_size(),
+        )
+        batch = read_rollouts(data, loss_tokens_only=not forward_only)
+        packed = pack_sequences(
+            batch.token_ids,
+            self._budget(data),
+            predict=batch.predict,
+            temperatures=batch.temperatures,
+            mode=self.options.plan,
+            min_shared_tokens=self.options.min_shared_tokens,
+        )
+        keep_output = forward_only or tu.get_non_tensor_data(
+            data=data, key="return_model_output", default=False
+        )
+        collector = _PackCollector(
+            data=data,
+            batch=batch,
+            loss_function=loss_function,
+            dp_group=self.get_data_parallel_group(),
+            loss_context=self._autocast,
+            keep_output=keep_output,
+        )
+        with_entropy = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
+        if forward_only:
+            stats = self._runner.forward(packed, collector.add, with_entropy=with_entropy)
+        else:
+            stats = self._runner.backward(packed, collector.add, with_entropy=with_entropy)
+        output = collector.result(with_entropy)
+        output["metrics"].update(self._reuse_metrics(stats, forward_only))
+        return output
+
+    def _budget(self, data: TensorDict) -> PackBudget:
+        """verl's micro-batch settings, or the option that replaces them, as a pack budget."""
+        max_cache_tokens = None
+        if self.options.max_cache_bytes is not None:
+            shape = ModelShape.from_config(pretrained_model(self.module).config)
+            element_bytes = torch.finfo(self._autocast_dtype).bits // 8
+            max_cache_tokens = self.options.max_cache_bytes // shape.cache_bytes_per_token(
+                element_bytes=element_bytes,
+                gradient_bytes=4 if self.options.cache_grad_dtype == "float32" else element_bytes,
+            )
+        max_tokens, max_rollouts = self.options.max_tokens_per_pack, None
+        if max_tokens is None:
+            if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+                max_tokens = int(data["max_token_len_per_gpu"])
+            else:
+                max_rollouts = int(data["micro_batch_size_per_gpu"])
+        return PackBudget(
+            max_tokens=max_tokens,
+            max_rollouts=max_rollouts,
+            max_cache_tokens=None if max_cache_tokens is None else max(1, max_cache_tokens),
+            cut_overhead_tokens=self.options.cut_overhead_tokens,
+        )
+
+    def _autocast(self) -> AbstractContextManager:
+        """The autocast verl's own engine runs the model and the loss under."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def _agree_on_batch(self, data: TensorDict) -> tuple[int, UnsupportedModelError | None]:
+        """Loss tokens over all ranks, and why this batch has to run densely, if any rank has a reason.
+
+        Raises:
+            UnsupportedModelError: on every rank, if any rank must refuse and `on_unsupported=error`.
+        """
+        refusal = self._fallback
+        if refusal is None:
+            try:
+                check_request(data)
+                check_rows(data)
+            except UnsupportedModelError as error:
+                refusal = error
+        totals = torch.tensor(
+            [int(data["loss_mask"].sum()), int(refusal is not None)], device=_compute_device()
+        )
+        torch.distributed.all_reduce(totals, group=self.get_data_parallel_group())
+        num_loss_tokens, num_refusing = totals.tolist()
+        if num_refusing and refusal is None:
+            refusal = UnsupportedModelError(
+                "other_rank", "another data-parallel rank cannot run its rows with prefix reuse"
+            )
+        if refusal is not None and self.options.on_unsupported == "error":
+            raise refusal
+        return num_loss_tokens, refusal
+
+    def _run_dense(
+        self,
+        data: TensorDict,
+        loss_function: Callable | None,
+        forward_only: bool,
+        refusal: UnsupportedModelError,
+    ) -> dict[str, Any]:
+        """verl's own FSDP2 path, with a warning (once per reason) and a metric."""
+        if refusal.feature not in self._warned:
+            self._warned.add(refusal.feature)
+            logger.warning("prefixflow: training without prefix reuse, because %s", refusal)
+        output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
+        output["metrics"]["prefixflow/fallback"] = [1.0]
+        output["metrics"][f"prefixflow/fallback_reason/{refusal.feature}"] = [1.0]
+        return output
+
+    def _reuse_metrics(self, stats: RunStats, forward_only: bool) -> dict[str, list[float]]:
+        """`prefixflow/` metrics, summed over ranks. verl averages them over mini-batches.
+
+        verl reports no metrics of log-prob passes, so those of the last one ride on the next update.
+        """
+        counts = {
+            "logical_tokens": stats.logical_tokens,
+            "executed_tokens": stats.executed_tokens,
+            "groups_engaged": stats.num_shared_groups,
+            "packs": stats.num_packs,
+            "dummy_packs": stats.num_dummy_packs,
+            "cut_edges": stats.num_cut_edges,
+            "dissolved_trees": stats.num_dissolved_trees,
+            "planning_s": stats.planning_s,
+            "cache_bytes": stats.max_cache_bytes,
+        }
+        totals = torch.tensor(list(counts.values()), dtype=torch.float64, device=_compute_device())
+        torch.distributed.all_reduce(totals, group=self.get_data_parallel_group())
+        summed = dict(zip(counts, totals.tolist(), strict=True))
+        summed["reuse_ratio"] = reuse_ratio(summed["logical_tokens"], summed["executed_tokens"])
+        if forward_only:
+            self._log_prob_totals = summed
+            return {}
+        metrics = {f"prefixflow/{name}": [value] for name, value in summed.items()}
+        metrics["prefixflow/fallback"] = [0.0]
+        if self._log_prob_totals is not None:
+            for name in ("logical_tokens", "executed_tokens", "reuse_ratio", "packs"):
+                metrics[f"prefixflow/log_prob/{name}"] = [self._log_prob_totals[name]]
+        return metrics
+
+    def _unless_supported(self, check: Callable[[], None]) -> None:
+        """Run `check`; on a refusal raise it or remember it, as `on_unsupported` says."""
+        try:
+            check()
+        except UnsupportedModelError as error:
+            if self.options.on_unsupported == "error":
+                raise
+            self._fallback = error
+
+
+class _PackCollector:
+    """Turns the completed rollouts of each pack into verl's loss call, and gathers what comes back."""
+
+    def __init__(
+        self,
+        *,
+        data: TensorDict,
+        batch: RolloutBatch,
+        loss_function: Callable | None,
+        dp_group: torch.distributed.ProcessGroup,
+        loss_context: Callable[[], AbstractContextManager],
+        keep_output: bool,
+    ) -> None:
+        self._data = data
+        self._batch = batch
+        self._loss_function = loss_function
+        self._dp_group = dp_group
+        self._loss_context = loss_context
+        self._keep_output = keep_output
+        self._old_log_probs = response_rows(data, "old_log_probs")
+        self._outputs: dict[str, dict[int, torch.Tensor]] = {}
+        self._losses: list[float] = []
+        self._metrics: list[dict[str, Any]] = []
+        self._weights: list[int] = []
+
+    def add(self, rollouts: CompletedRollouts) -> torch.Tensor | None:
+        """Loss of one pack's completed rollouts; None if there is no loss function."""
+        model_output = model_output_rows(rollouts, self._batch, self._old_log_probs)
+        if self._keep_output:
+            for name, jagged in detach_tree(model_output).items():
+                rows = self._outputs.setdefault(name, {})
+                rows.update(zip(rollouts.rollout_ids, jagged.unbind(), strict=True))
+        if self._loss_function is None:
+            return None
+        rows = select_rows(self._data, rollouts.rollout_ids).to(get_device_id())
+        with self._loss_context():
+            loss, metrics = self._loss_function(
+                model_output=model_output, data=rows, dp_group=self._dp_group
+            )
+        self._losses.append(loss.detach().item())
+        self._metrics.append(metrics)
+        ids = list(rollouts.rollout_ids)
+        self._weights.append(int(self._batch.num_loss_tokens[ids].sum()))
+        return loss
+
+    def result(self, with_entropy: bool) -> dict[str, Any]:
+        """verl's output dict for the whole batch, rows in their original order."""
+        model_output = {}
+        if self._keep_output:
+            for name in ("log_probs", "entropy") if with_entropy else ("log_probs",):
+                found = self._outputs.get(name, {})
+                rows = [
+                    found.get(index, torch.zeros(len(tokens), device=_compute_device()))
+                    for index, tokens in enumerate(self._batch.token_ids)
+                ]
+                model_output[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        # Without a loss function verl reports a loss of one per micro-batch; nothing reads it.
+        losses = self._losses or [0.0]
+        return {"model_output": model_output, "loss": losses, "metrics": self._merge_metrics()}
+
+    def _merge_metrics(self) -> dict[str, Any]:
+        """One value per metric and rank: verl asks for equally many on every rank.
+
+        Sums add up over packs. Means are weighted with the packs' loss tokens, which gives the mean over
+        the rank's tokens however the rows were packed.
+        """
+        merged: dict[str, Any] = {}
+        for name in dict.fromkeys(name for metrics in self._metrics for name in metrics):
+            values = [metrics[name] for metrics in self._metrics if name in metrics]
+            if not isinstance(values[0], Metric):
+                merged[name] = values
+                continue
+            aggregation = values[0].aggregation
+            numbers = [value.aggregate() for value in values]
+            if aggregation is AggregationType.MEAN and sum(self._weights):
+                number = float(np.average(numbers, weights=self._weights))
+            else:
+                together = Metric(aggregation)
+                together.extend(numbers)
+                number = float(together.aggregate())
+            merged[name] = Metric(aggregation, number)
+        return merged
+
+
+def check_settings(model_config: HFModelConfig, engine_config: FSDPEngineConfig) -> None:
+    """Refuse verl settings that prefix reuse cannot honour, before a model is built.
+
+    Raises:
+        UnsupportedModelError: naming the setting's config path and what to set it to.
+    """
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    engine = f"{actor}.fsdp_config"
+    qat = getattr(engine_config, "qat", None)
+    replay = getattr(engine_config, "router_replay", None)
+    for feature, is_set, setting, remedy in (
+        (
+            "ulysses",
+            engine_config.ulysses_sequence_parallel_size > 1,
+            f"{actor}.ulysses_sequence_parallel_size={engine_config.ulysses_sequence_parallel_size}",
+            "1",
+        ),
+        ("fused_kernels", model_config.use_fused_kernels, f"{model}.use_fused_kernels=True", "False"),
+        ("pad_to_length", engine_config.pad_to_length, f"{engine}.pad_to_length=True", "False"),
+        (
+            "activation_offload",
+            model_config.enable_activation_offload,
+            f"{model}.enable_activation_offload=True",
+            "False",
+        ),
+        ("qat", getattr(qat, "enable", False), f"{engine}.qat.enable=True", "False"),
+        (
+            "router_replay",
+            getattr(replay, "mode", "disabled") != "disabled",
+            f"router_replay.mode={getattr(replay, 'mode', None)}",
+            "disabled",
+        ),
+        ("mtp", getattr(model_config.mtp, "enable", False), f"{model}.mtp.enable=True", "False"),
+    ):
+        if is_set:
+            raise UnsupportedModelError(
+                feature,
+                f"{setting} is not supported with prefix reuse: set it to {remedy}, or set "
+                f"{OPTIONS_PATH}.on_unsupported=fallback to train without reuse",
+            )
+
+
+def check_request(data: TensorDict) -> None:
+    """Refuse calls that need more of the model than log-probs and entropies.
+
+    Raises:
+        UnsupportedModelError: naming what was asked for.
+    """
+    for key, setting in (
+        ("distillation_use_topk", "distillation.distillation_loss.loss_settings.use_topk"),
+        ("distillation_only", "distillation without a policy loss"),
+        ("calculate_sum_pi_squared", "calculate_sum_pi_squared"),
+    ):
+        if tu.get_non_tensor_data(data=data, key=key, default=False):
+            raise UnsupportedModelError(
+                key,
+                f"{setting} needs full logits, which prefix reuse does not keep: turn it off, or set "
+                f"{OPTIONS_PATH}.on_unsupported=fallback to train without reuse",
+            )
+
+
+def _compute_device() -> torch.device:
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())

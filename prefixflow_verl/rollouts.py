@@ -1,0 +1,171 @@
+"""verl's TensorDict <-> rollout records: the one place where verl's keys become this package's words.
+
+verl hands an engine a TensorDict of B rows without padding: jagged `input_ids`, `position_ids`,
+`loss_mask`, and (for RL) `prompts`, `responses`, `response_mask`. Outputs are jagged over prompt + response
+and shifted by one: entry p of a row belongs to token p + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from prefixflow_verl.model_hook import UnsupportedModelError
+from prefixflow_verl.phases import CompletedRollouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """The rollouts of one engine call."""
+
+    token_ids: list[np.ndarray]
+    """B int64 arrays: prompt and response of each rollout."""
+    predict: list[np.ndarray]
+    """B bool arrays of `len(token_ids) - 1`: entry p asks for the log-prob of token p + 1."""
+    temperatures: np.ndarray
+    """[B] float64. Logits are divided by it."""
+    num_loss_tokens: np.ndarray
+    """[B] int64. Response tokens that carry loss."""
+
+
+def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
+    """Read verl's rows.
+
+    Args:
+        data: B rows as the engine receives them.
+        loss_tokens_only: ask only for tokens that carry loss (training); otherwise for every response
+            token, which is what verl keeps of `compute_log_prob`.
+
+    Raises:
+        UnsupportedModelError: images, multi-dimensional or shifted positions.
+    """
+    check_rows(data)
+    token_ids = [row.cpu().numpy() for row in data["input_ids"].unbind()]
+    loss_masks = _loss_masks(data, token_ids)
+    predict = []
+    for index, tokens in enumerate(token_ids):
+        wanted = loss_masks[index]
+        if not loss_tokens_only:
+            wanted = np.zeros(len(tokens), dtype=bool)
+            wanted[len(tokens) - _num_response_tokens(data, index, len(tokens)) :] = True
+        predict.append(wanted[1:])
+    temperature = data["temperature"] if "temperature" in data.keys() else 1.0
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.to(torch.float64).cpu().numpy()
+    # verl clamps temperatures the same way before it divides.
+    temperatures = np.maximum(
+        np.broadcast_to(np.asarray(temperature, dtype=np.float64).reshape(-1), (len(token_ids),)), 1e-8
+    )
+    return RolloutBatch(
+        token_ids=token_ids,
+        predict=predict,
+        temperatures=temperatures,
+        num_loss_tokens=np.array([int(mask.sum()) for mask in loss_masks], dtype=np.int64),
+    )
+
+
+def check_rows(data: TensorDict) -> None:
+    """Refuse rows whose keys and values depend on more than token ids and their index.
+
+    Raises:
+        UnsupportedModelError: naming what was found.
+    """
+    for inputs in data.get("multi_modal_inputs", None) or ():
+        inputs = getattr(inputs, "data", inputs)
+        if inputs is not None and len(inputs):
+            raise UnsupportedModelError(
+                "multimodal",
+                "the batch holds multi_modal_inputs (images, audio or video), which prefix reuse does not "
+                "support: use text-only data, or set "
+                "actor_rollout_ref.actor.fsdp_config.prefixflow.on_unsupported=fallback",
+            )
+    position_ids = data["position_ids"]
+    lengths = data["input_ids"].offsets().diff()
+    expected = torch.cat([torch.arange(int(length)) for length in lengths]) if len(lengths) else None
+    if position_ids.dim() != 2 or (
+        expected is not None and not torch.equal(position_ids.values().cpu(), expected)
+    ):
+        raise UnsupportedModelError(
+            "position_ids",
+            "position_ids are not 0, 1, 2, ... in each row (multi-dimensional RoPE or shifted positions), so "
+            "equal tokens need not have equal keys: use plain text positions, or set "
+            "actor_rollout_ref.actor.fsdp_config.prefixflow.on_unsupported=fallback",
+        )
+
+
+def model_output_rows(
+    rollouts: CompletedRollouts, batch: RolloutBatch, old_log_probs: Sequence[torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """verl's `model_output` of the completed rollouts: jagged `log_probs`, and `entropy` if there is one.
+
+    Positions without a prediction hold 0, or in the response `old_log_probs` (B rows over the response)
+    where given: a loss that masks late then sees a ratio of 1 there and never an overflow.
+    """
+    lengths = [len(batch.token_ids[index]) for index in rollouts.rollout_ids]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    device = rollouts.log_probs[0].device
+    where = torch.cat(
+        [
+            positions + int(offset)
+            for positions, offset in zip(rollouts.positions, offsets, strict=False)
+        ]
+    )
+    base = torch.zeros(int(offsets[-1]), dtype=torch.float32, device=device)
+    if old_log_probs is not None:
+        for row, index in enumerate(rollouts.rollout_ids):
+            old = old_log_probs[index]
+            end = int(offsets[row + 1]) - 1
+            base[end - len(old) : end] = old.to(base)
+    jagged_offsets = torch.from_numpy(offsets).to(device)
+    outputs = {"log_probs": base.index_put((where,), torch.cat(rollouts.log_probs))}
+    if rollouts.entropies is not None:
+        zeros = torch.zeros_like(base)
+        outputs["entropy"] = zeros.index_put((where,), torch.cat(rollouts.entropies))
+    return {
+        name: torch.nested.nested_tensor_from_jagged(values, jagged_offsets)
+        for name, values in outputs.items()
+    }
+
+
+def response_rows(data: TensorDict, key: str) -> list[torch.Tensor] | None:
+    """Rows of a response-aligned field, padding cut off; None if the field is absent."""
+    if key not in data.keys():
+        return None
+    field = data[key]
+    if field.is_nested:
+        return list(field.unbind())
+    lengths = data["input_ids"].offsets().diff().tolist()
+    return [row[: _num_response_tokens(data, i, lengths[i])] for i, row in enumerate(field)]
+
+
+def _loss_masks(data: TensorDict, token_ids: list[np.ndarray]) -> list[np.ndarray]:
+    """B bool arrays over prompt + response: tokens that carry loss."""
+    has_responses = "responses" in data.keys()
+    rows = response_rows(data, "response_mask") if has_responses else data["loss_mask"].unbind()
+    masks = []
+    for row, tokens in zip(rows, token_ids, strict=True):
+        values = row.cpu().numpy().astype(bool)
+        mask = np.zeros(len(tokens), dtype=bool)
+        mask[len(tokens) - len(values) :] = values
+        masks.append(mask)
+    return masks
+
+
+def _num_response_tokens(data: TensorDict, index: int, num_tokens: int) -> int:
+    if "responses" not in data.keys():
+        return num_tokens - 1
+    responses = data["responses"]
+    if responses.is_nested:
+        return int(responses.offsets()[index + 1] - responses.offsets()[index])
+    num_prompt = data["prompts"].shape[1]
+    return int(data["attention_mask"][index, num_prompt:].sum())
+
+
+def select_rows(data: TensorDict, indices: Sequence[int]) -> TensorDict:
+    """Rows `indices` of `data`, with its non-tensor settings."""
+    return tu.index_select_tensor_dict(data, list(indices))
