@@ -38,7 +38,7 @@ def make_worker(
     model: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     actor: dict[str, Any] | None = None,
-    lr: float = 1e-3,
+    lr: float = 2e-4,
 ):
     """A verl `TrainingWorker` with its model built and verl's `ppo_loss` set."""
     from prefixflow_verl.engine_config import PrefixFlowEngineConfig
