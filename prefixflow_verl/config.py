@@ -52,10 +52,9 @@ class PrefixFlowOptions:
     plan: str = "auto"
     """How shared prefixes are laid out: `auto` decides by estimated cost, `fused` never cuts a
     tree, `cut` cuts every shared edge, `off` packs without reuse. All give the same update."""
-
     min_shared_tokens: int = 8
-    """Shortest run of tokens that is computed once for the rollouts that share it. Tokens, 1 or more;
-    shorter runs cost more in kernel calls than they save."""
+    """Shortest run of tokens that is computed once for the rollouts that share it. Tokens, 1 or
+    more; shorter runs cost more in kernel calls than they save."""
     cut_overhead_tokens: int = 256
     """Tokens that cutting a tree must save to be worth one more forward and backward. Tokens, 0 or
     more; a tree that saves less is run with less sharing."""

@@ -20,12 +20,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from prefixflow_verl.accounting import ModelShape, reuse_ratio
 from prefixflow_verl.attention import choose_backend
-from prefixflow_verl.config import OPTIONS_PATH
+from prefixflow_verl.config import OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
 from prefixflow_verl.model_hook import UnsupportedModelError, check_model, pretrained_model
 from prefixflow_verl.phases import CompletedRollouts, PhaseRunner, RunStats, pack_sequences
@@ -42,6 +42,7 @@ from prefixflow_verl.rollouts import (
 logger = logging.getLogger(__name__)
 
 
+@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])
 class PrefixFlowEngine(FSDPEngineWithLMHead):
     """verl's FSDP2 language-model engine with prefix reuse; strategy `prefixflow`.
 

@@ -140,3 +140,28 @@ def rollout_loss(num_rollouts: int, seed: int = 0) -> Callable[..., torch.Tensor
         return policy + 0.05 * weight * (entropies * entropies).mean()
 
     return loss
+
+
+def sum_losses(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`loss(i, log_probs_i, entropies_i)` as a loss over completed rollouts, as PrefixFlow calls it."""
+
+    def of_completed(completed) -> torch.Tensor:
+        entropies = completed.entropies or (None,) * len(completed.rollout_ids)
+        rollouts = zip(completed.rollout_ids, completed.log_probs, entropies, strict=True)
+        return torch.stack([loss(*rollout) for rollout in rollouts]).sum()
+
+    return of_completed
+
+
+def masked_attention(
+    q_BNQD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKD: torch.Tensor,
+    visible_QK: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax attention in the dtype of its inputs: [B, N, Q, D]; query heads share M key heads."""
+    repeats = q_BNQD.shape[1] // k_BMKD.shape[1]
+    k, v = k_BMKD.repeat_interleave(repeats, dim=1), v_BMKD.repeat_interleave(repeats, dim=1)
+    scores = (q_BNQD @ k.mT * scale).masked_fill(~visible_QK, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v

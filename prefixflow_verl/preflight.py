@@ -1,0 +1,148 @@
+"""Checks of a run's config that need no worker: made in the driver, before Ray starts.
+
+verl finds a missing model or an unreadable data file only after a minute of start-up, inside a
+worker. These checks say the same in one sentence that names the setting. They look only at what
+would stop the run anyway; a run on verl's own strategies on an accelerator is checked for the
+strategy's name and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from prefixflow_verl.compat import is_cpu_selected
+from prefixflow_verl.config import STRATEGY
+
+VERL_STRATEGIES = (
+    "fsdp",
+    "fsdp2",
+    "fsdp_turbo",
+    "megatron",
+    "veomni",
+    "torchtitan",
+    "automodel",
+)
+"""Strategy names of verl 0.9.1. Other plugins may add more, so the registry is asked as well."""
+
+ACTOR_STRATEGY_PATH = "actor_rollout_ref.actor.strategy"
+
+
+def check_run(config: DictConfig) -> None:
+    """Raises ValueError or FileNotFoundError, naming the setting and the remedy, if it cannot run.
+
+    Args:
+        config: the composed config of `verl.trainer.main_ppo`, before verl validates it.
+    """
+    strategy = OmegaConf.select(config, ACTOR_STRATEGY_PATH)
+    on_cpu = OmegaConf.select(config, "trainer.device") == "cpu"
+    _check_strategy(config, strategy)
+    if strategy != STRATEGY and not on_cpu:
+        return
+    if on_cpu:
+        _check_cpu(config, strategy)
+    _check_model(config)
+    for setting in ("data.train_files", "data.val_files"):
+        _check_data_files(setting, OmegaConf.select(config, setting))
+
+
+def _check_strategy(config: DictConfig, strategy: str) -> None:
+    known = {STRATEGY, *VERL_STRATEGIES}
+    if strategy not in known and strategy not in _registered_strategies():
+        raise ValueError(
+            f"{ACTOR_STRATEGY_PATH}={strategy} is not a strategy: use one of "
+            f"{', '.join(sorted(known))}"
+        )
+    critic_strategy = OmegaConf.select(config, "critic.strategy")
+    if critic_strategy == STRATEGY:
+        raise ValueError(
+            f"critic.strategy={STRATEGY} is not supported, value models share no prefixes: "
+            "set critic.strategy=fsdp2"
+        )
+    engine_path = "actor_rollout_ref.actor.fsdp_config"
+    engine_config = OmegaConf.select(config, engine_path) or {}
+    named_in_engine = engine_config.get("strategy") == STRATEGY
+    if named_in_engine and not engine_config.get("_target_", "").startswith("prefixflow_verl."):
+        raise ValueError(
+            f"{engine_path}.strategy={STRATEGY} is the wrong place: leave it out and set "
+            f"{ACTOR_STRATEGY_PATH}={STRATEGY}"
+        )
+
+
+def _registered_strategies() -> Iterable[str]:
+    from verl.workers.engine import EngineRegistry
+
+    return EngineRegistry._engines.get("language_model", {}).keys()
+
+
+def _check_cpu(config: DictConfig, strategy: str) -> None:
+    if not is_cpu_selected():
+        raise ValueError(
+            "trainer.device=cpu needs the environment variable VERL_PLATFORM=cpu, "
+            "which every process of the run must inherit"
+        )
+    if strategy == "fsdp":
+        raise ValueError(
+            f"{ACTOR_STRATEGY_PATH}=fsdp cannot run on a CPU: set it to {STRATEGY} or fsdp2"
+        )
+    model_path = "actor_rollout_ref.model"
+    for setting in (f"{model_path}.lora_rank", f"{model_path}.lora.rank"):
+        rank = OmegaConf.select(config, setting) or 0
+        if rank > 0 and not OmegaConf.select(config, f"{model_path}.lora.merge"):
+            raise ValueError(
+                f"{setting}={rank} on a CPU needs {model_path}.lora.merge=True: "
+                "vLLM's CPU build cannot swap adapters"
+            )
+
+
+def _check_model(config: DictConfig) -> None:
+    setting = "actor_rollout_ref.model.path"
+    path = OmegaConf.select(config, setting)
+    if path is None:
+        raise ValueError(f"{setting} is not set: name a model directory or a Hugging Face model id")
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{setting}={path} has no config.json: name the directory that holds the model"
+            )
+        return
+    if not _may_be_hub_id(path):
+        raise FileNotFoundError(f"{setting}={path} does not exist: name a model directory")
+
+
+def _may_be_hub_id(path: str) -> bool:
+    """True for `name`, `organisation/name` and remote addresses such as `hdfs://...`."""
+    if "://" in path:
+        return True
+    return not path.startswith((".", "~", os.sep)) and path.count("/") <= 1
+
+
+def _check_data_files(setting: str, files: Any) -> None:
+    if files is None:
+        return
+    for file in [files] if isinstance(files, str) else files:
+        path = Path(file).expanduser()
+        if "://" in file:
+            continue
+        if not path.is_file():
+            raise FileNotFoundError(f"{setting}={file} does not exist: name a data file")
+        if path.suffix == ".parquet":
+            _check_parquet(setting, path)
+
+
+def _check_parquet(setting: str, path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{setting}={path} is not a readable parquet file ({reason}): write it again"
+        ) from error

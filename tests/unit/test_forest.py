@@ -1,0 +1,130 @@
+"""First link of the proof chain: the forest holds every shared run of input tokens, exactly once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixflow_verl.forest import Segment, build_forest
+
+rollouts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=9)
+
+
+def arrays(sequences):
+    return [np.array(sequence, dtype=np.int64) for sequence in sequences]
+
+
+def tokens_along(forest, sequences, segment):
+    """Tokens from the root through `segment`, each taken from the segment's own owner."""
+    parts = [
+        sequences[forest.owner(part)][forest.start[part] : forest.end[part]]
+        for part in forest.path(segment)
+    ]
+    return np.concatenate(parts).tolist() if parts else []
+
+
+def test_the_documented_example():
+    forest = build_forest(arrays([[7, 8, 9, 1], [7, 8, 9, 2, 3], [5, 6]]))
+    assert [forest.segment(index) for index in range(3)] == [
+        Segment(start=0, end=1, parent=None, rollout_ids=(2,)),
+        Segment(start=0, end=3, parent=None, rollout_ids=(0, 1)),
+        Segment(start=3, end=4, parent=1, rollout_ids=(1,)),
+    ]
+    assert forest.end_segment.tolist() == [1, 2, 0]
+    assert (forest.roots, forest.children(1), forest.path(2)) == ([0, 1], [2], [1, 2])
+    assert forest.is_shared.tolist() == [False, True, False]
+    assert (forest.logical_tokens, forest.executed_tokens) == (3 + 4 + 1, 1 + 3 + 1)
+
+
+@given(rollouts)
+def test_every_distinct_prefix_is_one_executed_token(sequences):
+    forest = build_forest(arrays(sequences))
+    prefixes = {tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence))}
+    assert forest.executed_tokens == len(prefixes)
+    assert forest.logical_tokens == sum(len(sequence) - 1 for sequence in sequences)
+
+
+@given(rollouts, st.integers(1, 5), st.data())
+def test_a_path_spells_its_rollout(sequences, min_shared_tokens, data):
+    keys = data.draw(
+        st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences))
+    )
+    sequences = arrays(sequences)
+    forest = build_forest(sequences, keys=keys, min_shared_tokens=min_shared_tokens)
+    for rollout, segment in enumerate(forest.end_segment.tolist()):
+        assert tokens_along(forest, sequences, segment) == sequences[rollout][:-1].tolist()
+        assert all(rollout in forest.rollouts_of(part) for part in forest.path(segment))
+    for segment in range(forest.num_segments):
+        through = forest.rollouts_of(segment)
+        assert len({keys[rollout] for rollout in through}) == 1
+        if forest.is_shared[segment]:
+            assert forest.lengths[segment] >= min_shared_tokens
+
+
+@given(rollouts)
+def test_segments_are_numbered_in_preorder(sequences):
+    forest = build_forest(arrays(sequences))
+    assert (forest.lengths > 0).all()
+    assert (forest.parent < np.arange(forest.num_segments)).all()
+    for segment in range(forest.num_segments):
+        below = [
+            other
+            for other in range(forest.num_segments)
+            if other != segment and segment in forest.path(other)
+        ]
+        assert below == list(range(segment + 1, forest.subtree_end[segment]))
+        assert forest.children(segment) == [s for s in below if forest.parent[s] == segment]
+        parent = forest.parent[segment]
+        assert forest.start[segment] == (forest.end[parent] if parent >= 0 else 0)
+
+
+@given(rollouts, st.randoms(use_true_random=False))
+def test_the_order_of_rollouts_does_not_matter(sequences, random):
+    shuffled = random.sample(sequences, len(sequences))
+    ours, theirs = (build_forest(arrays(rows)) for rows in (sequences, shuffled))
+    for field in ("start", "end", "parent", "subtree_end", "first", "last"):
+        assert np.array_equal(getattr(ours, field), getattr(theirs, field))
+
+
+@pytest.mark.parametrize(
+    "sequences, segments",
+    [
+        pytest.param([], [], id="no rollouts"),
+        pytest.param([[4]], [], id="one token is a target only"),
+        pytest.param([[4, 5], [4, 5], [4, 5]], [(0, 1, 3)], id="duplicates"),
+        pytest.param([[4, 5, 6], [4, 5, 6, 7, 8]], [(0, 2, 2), (2, 4, 1)], id="nested"),
+        pytest.param([[4, 1], [4, 2], [4, 3]], [(0, 1, 3)], id="one-token responses"),
+        pytest.param([[1, 2, 3], [4, 2, 3]], [(0, 2, 1), (0, 2, 1)], id="strangers"),
+        pytest.param([[300, 1, 9], [255, 1, 9]], [(0, 2, 1), (0, 2, 1)], id="ids beyond a byte"),
+    ],
+)
+def test_shapes_by_hand(sequences, segments):
+    forest = build_forest(arrays(sequences))
+    found = zip(forest.start, forest.end, forest.last - forest.first, strict=True)
+    assert [tuple(map(int, segment)) for segment in found] == segments
+
+
+def test_short_shared_runs_stay_with_their_children():
+    sequences = arrays([[1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 6, 8, 8], [1, 2, 7, 7, 7]])
+    assert build_forest(sequences, min_shared_tokens=2).lengths.tolist() == [2, 2, 2, 2, 2]
+    # The inner run of two tokens is too short; the outer one of two as well, with the run of four kept.
+    assert build_forest(sequences, min_shared_tokens=3).lengths.tolist() == [4, 2, 2, 4]
+    assert not build_forest(sequences, min_shared_tokens=5).is_shared.any()
+
+
+def test_keys_keep_equal_tokens_apart():
+    forest = build_forest(arrays([[1, 2, 3]] * 3), keys=["adapter a", "adapter b", "adapter a"])
+    assert sorted(forest.segment(s).rollout_ids for s in forest.roots) == [(0, 2), (1,)]
+
+
+@pytest.mark.parametrize(
+    "sequences, keys, message",
+    [
+        ([np.zeros(0, dtype=np.int64)], None, "sequence 0 has shape"),
+        ([np.zeros((2, 2), dtype=np.int64)], None, "one dimension"),
+        (arrays([[1, 2]]), ["a", "b"], "2 keys for 1 sequences"),
+    ],
+)
+def test_malformed_input_is_named(sequences, keys, message):
+    with pytest.raises(ValueError, match=message):
+        build_forest(sequences, keys=keys)
