@@ -31,7 +31,12 @@ class AttentionBackend(Protocol):
     name: str
 
     def forward(
-        self, q_BNQD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKD: torch.Tensor, causal: bool, scale: float
+        self,
+        q_BNQD: torch.Tensor,
+        k_BMKD: torch.Tensor,
+        v_BMKD: torch.Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, N, Q, D] in q's dtype and LSE [B, N, Q] in float32 (float64 for float64)."""
 
@@ -183,7 +188,12 @@ def merge_part(
 
 
 def forward_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, context: SegmentContext, layer: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    context: SegmentContext,
+    layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merged output [1, N, T, D] (memory order T, N, D) and LSE [1, N, T]."""
     layout, backend = context.layout, context.backend

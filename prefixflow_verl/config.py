@@ -17,6 +17,9 @@ STRATEGY = "prefixflow"
 OPTIONS_PATH = "actor_rollout_ref.actor.fsdp_config.prefixflow"
 """Where the options stand in a verl config."""
 
+METRIC_PREFIX = "prefixflow/"
+"""Namespace of every metric the plugin reports."""
+
 ON_UNSUPPORTED = ("error", "fallback")
 ATTENTION_BACKENDS = ("auto", "reference", "sdpa_cpu")
 CACHE_GRAD_DTYPES = ("float32", "param")

@@ -25,11 +25,12 @@ from verl.workers.engine.utils import detach_tree
 
 from prefixflow_verl.accounting import ModelShape, reuse_ratio
 from prefixflow_verl.attention import choose_backend
-from prefixflow_verl.config import OPTIONS_PATH, STRATEGY
+from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
 from prefixflow_verl.model_hook import UnsupportedModelError, check_model, pretrained_model
 from prefixflow_verl.phases import CompletedRollouts, PhaseRunner, RunStats, pack_sequences
 from prefixflow_verl.plan import PackBudget
+from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
 from prefixflow_verl.rollouts import (
     RolloutBatch,
     check_rows,
@@ -187,17 +188,20 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                 check_rows(data)
             except UnsupportedModelError as error:
                 refusal = error
+        group = self.get_data_parallel_group()
         totals = torch.tensor(
             [int(data["loss_mask"].sum()), int(refusal is not None)], device=_compute_device()
         )
-        torch.distributed.all_reduce(totals, group=self.get_data_parallel_group())
+        torch.distributed.all_reduce(totals, group=group)
         num_loss_tokens, num_refusing = totals.tolist()
-        if num_refusing and refusal is None:
-            refusal = UnsupportedModelError(
-                "other_rank", "another data-parallel rank cannot run its rows with prefix reuse"
-            )
-        if refusal is not None and self.options.on_unsupported == "error":
-            raise refusal
+        if num_refusing:
+            # Every rank reports the same reason: that of the first rank that has one.
+            own = None if refusal is None else (refusal.feature, str(refusal))
+            reasons = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(reasons, own, group=group)
+            refusal = UnsupportedModelError(*next(reason for reason in reasons if reason))
+            if self.options.on_unsupported == "error":
+                raise refusal
         return num_loss_tokens, refusal
 
     def _run_dense(
@@ -212,13 +216,14 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             self._warned.add(refusal.feature)
             logger.warning("prefixflow: training without prefix reuse, because %s", refusal)
         output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
-        output["metrics"]["prefixflow/fallback"] = [1.0]
-        output["metrics"][f"prefixflow/fallback_reason/{refusal.feature}"] = [1.0]
+        output["metrics"][f"{METRIC_PREFIX}fallback"] = [1.0]
+        output["metrics"][f"{METRIC_PREFIX}fallback_reason/{refusal.feature}"] = [1.0]
         return output
 
     def _reuse_metrics(self, stats: RunStats, forward_only: bool) -> dict[str, list[float]]:
-        """`prefixflow/` metrics, summed over ranks. verl averages them over mini-batches.
+        """`prefixflow/` metrics: counts summed over ranks, seconds and bytes of the largest rank.
 
+        verl averages them over mini-batches.
         verl reports no metrics of log-prob passes, so those of the last one ride on the next update.
         """
         counts = {
@@ -229,22 +234,29 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             "dummy_packs": stats.num_dummy_packs,
             "cut_edges": stats.num_cut_edges,
             "dissolved_trees": stats.num_dissolved_trees,
-            "planning_s": stats.planning_s,
-            "cache_bytes": stats.max_cache_bytes,
         }
-        totals = torch.tensor(list(counts.values()), dtype=torch.float64, device=_compute_device())
-        torch.distributed.all_reduce(totals, group=self.get_data_parallel_group())
-        summed = dict(zip(counts, totals.tolist(), strict=True))
-        summed["reuse_ratio"] = reuse_ratio(summed["logical_tokens"], summed["executed_tokens"])
+        slowest = {"planning_s": stats.planning_s, "cache_bytes": stats.max_cache_bytes}
+        values = {
+            **self._over_ranks(counts, torch.distributed.ReduceOp.SUM),
+            **self._over_ranks(slowest, torch.distributed.ReduceOp.MAX),
+        }
+        values["reuse_ratio"] = reuse_ratio(values["logical_tokens"], values["executed_tokens"])
         if forward_only:
-            self._log_prob_totals = summed
+            self._log_prob_totals = values
             return {}
-        metrics = {f"prefixflow/{name}": [value] for name, value in summed.items()}
-        metrics["prefixflow/fallback"] = [0.0]
+        metrics = {f"{METRIC_PREFIX}{name}": [value] for name, value in values.items()}
+        metrics[f"{METRIC_PREFIX}fallback"] = [0.0]
         if self._log_prob_totals is not None:
             for name in ("logical_tokens", "executed_tokens", "reuse_ratio", "packs"):
-                metrics[f"prefixflow/log_prob/{name}"] = [self._log_prob_totals[name]]
+                metrics[f"{METRIC_PREFIX}log_prob/{name}"] = [self._log_prob_totals[name]]
         return metrics
+
+    def _over_ranks(
+        self, values: dict[str, float], operation: torch.distributed.ReduceOp
+    ) -> dict[str, float]:
+        reduced = torch.tensor(list(values.values()), dtype=torch.float64, device=_compute_device())
+        torch.distributed.all_reduce(reduced, op=operation, group=self.get_data_parallel_group())
+        return dict(zip(values, reduced.tolist(), strict=True))
 
     def _unless_supported(self, check: Callable[[], None]) -> None:
         """Run `check`; on a refusal raise it or remember it, as `on_unsupported` says."""
@@ -346,40 +358,19 @@ def check_settings(model_config: HFModelConfig, engine_config: FSDPEngineConfig)
     Raises:
         UnsupportedModelError: naming the setting's config path and what to set it to.
     """
-    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-    engine = f"{actor}.fsdp_config"
-    qat = getattr(engine_config, "qat", None)
-    replay = getattr(engine_config, "router_replay", None)
-    for feature, is_set, setting, remedy in (
-        (
-            "ulysses",
-            engine_config.ulysses_sequence_parallel_size > 1,
-            f"{actor}.ulysses_sequence_parallel_size={engine_config.ulysses_sequence_parallel_size}",
-            "1",
-        ),
-        ("fused_kernels", model_config.use_fused_kernels, f"{model}.use_fused_kernels=True", "False"),
-        ("pad_to_length", engine_config.pad_to_length, f"{engine}.pad_to_length=True", "False"),
-        (
-            "activation_offload",
-            model_config.enable_activation_offload,
-            f"{model}.enable_activation_offload=True",
-            "False",
-        ),
-        ("qat", getattr(qat, "enable", False), f"{engine}.qat.enable=True", "False"),
-        (
-            "router_replay",
-            getattr(replay, "mode", "disabled") != "disabled",
-            f"router_replay.mode={getattr(replay, 'mode', None)}",
-            "disabled",
-        ),
-        ("mtp", getattr(model_config.mtp, "enable", False), f"{model}.mtp.enable=True", "False"),
-    ):
-        if is_set:
-            raise UnsupportedModelError(
-                feature,
-                f"{setting} is not supported with prefix reuse: set it to {remedy}, or set "
-                f"{OPTIONS_PATH}.on_unsupported=fallback to train without reuse",
-            )
+
+    def select(path: str) -> Any:
+        for prefix, value in ((ENGINE_PATH, engine_config), (MODEL_PATH, model_config)):
+            if path.startswith(f"{prefix}."):
+                for name in path.removeprefix(f"{prefix}.").split("."):
+                    value = getattr(value, name, None)
+                return value
+        return None
+
+    found = find_refusal(select)
+    if found is not None:
+        refusal, value = found
+        raise UnsupportedModelError(refusal.feature, refusal.message(value))
 
 
 def check_request(data: TensorDict) -> None:

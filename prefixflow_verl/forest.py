@@ -154,7 +154,9 @@ def build_forest(
     """
     num_rollouts = len(sequences)
     if keys is not None and len(keys) != num_rollouts:
-        raise ValueError(f"{len(keys)} keys for {num_rollouts} sequences: give one key per sequence")
+        raise ValueError(
+            f"{len(keys)} keys for {num_rollouts} sequences: give one key per sequence"
+        )
     for index, sequence in enumerate(sequences):
         if sequence.ndim != 1 or len(sequence) == 0:
             raise ValueError(
@@ -191,7 +193,9 @@ def _rank_keys(keys: Sequence[Hashable] | None, num_rollouts: int) -> list[int]:
     return [ranks.setdefault(key, len(ranks)) for key in keys]
 
 
-def _adjacent_lcp(sequences: Sequence[np.ndarray], order: np.ndarray, key_rank: list[int]) -> list[int]:
+def _adjacent_lcp(
+    sequences: Sequence[np.ndarray], order: np.ndarray, key_rank: list[int]
+) -> list[int]:
     """Number of equal leading input tokens of each pair of neighbours in `order`; R - 1 values."""
     common = []
     for left, right in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):

@@ -66,7 +66,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, scaled_rows, temperatures, prediction_rows, targets, lse, entropy = ctx.saved_tensors
+        logits, scaled_rows, temperatures, prediction_rows, targets, lse, entropy = (
+            ctx.saved_tensors
+        )
         if grad_log_probs is None:
             grad_log_probs = torch.zeros(len(targets), dtype=lse.dtype, device=lse.device)
         # Gradient of each scaled row's LSE and entropy: sums over the predictions that use it.

@@ -60,18 +60,18 @@ def _attention_forward(
     if dropout:
         raise UnsupportedModelError(
             "attention_dropout",
-            f"attention dropout is {dropout}: set attention_dropout=0 in the model config"
+            f"attention dropout is {dropout}: set attention_dropout=0 in the model config",
         )
     if sliding_window is not None and sliding_window < longest:
         raise UnsupportedModelError(
             "sliding_window",
             f"sliding_window={sliding_window} is shorter than a sequence of {longest} tokens: use "
-            "shorter sequences or a model without a sliding window"
+            "shorter sequences or a model without a sliding window",
         )
     if softcap is not None or s_aux is not None:
         raise UnsupportedModelError(
             "softcap_or_sinks",
-            "the model uses attention logit soft-capping or attention sinks, which prefix reuse does not support"
+            "the model uses attention logit soft-capping or attention sinks, which prefix reuse does not support",
         )
     layer = module.layer_idx
     context.capture(layer, key, value)
@@ -99,7 +99,7 @@ def pretrained_model(module: torch.nn.Module) -> PreTrainedModel:
             return candidate
     raise UnsupportedModelError(
         "not_transformers",
-        f"{type(module).__name__} holds no Hugging Face PreTrainedModel: prefix reuse needs one"
+        f"{type(module).__name__} holds no Hugging Face PreTrainedModel: prefix reuse needs one",
     )
 
 
@@ -133,7 +133,7 @@ def check_model(module: torch.nn.Module) -> None:
         raise UnsupportedModelError(
             "attention_interface",
             f"{name} does not route its attention through the transformers attention interface; "
-            "use a model that does (Llama, Qwen2, Qwen3, Mistral, ...)"
+            "use a model that does (Llama, Qwen2, Qwen3, Mistral, ...)",
         )
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise UnsupportedModelError("multimodal", f"{name} is multimodal: use a text-only model")
@@ -142,20 +142,20 @@ def check_model(module: torch.nn.Module) -> None:
             raise UnsupportedModelError(
                 "dropout",
                 f"{field}={getattr(config, field)} in the model config: set it to 0, a shared prefix "
-                "has one random mask where separate rollouts have many"
+                "has one random mask where separate rollouts have many",
             )
     for submodule_name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.Dropout) and submodule.p > 0:
             raise UnsupportedModelError(
                 "dropout",
-                f"dropout p={submodule.p} at {submodule_name}: set lora_dropout (or the model's dropout) to 0"
+                f"dropout p={submodule.p} at {submodule_name}: set lora_dropout (or the model's dropout) to 0",
             )
     layer_types = set(getattr(config, "layer_types", None) or ())
     other = layer_types - {"full_attention", "sliding_attention"}
     if other:
         raise UnsupportedModelError(
             "layer_types",
-            f"{name} has layers of type {sorted(other)}: only softmax attention over all positions is supported"
+            f"{name} has layers of type {sorted(other)}: only softmax attention over all positions is supported",
         )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, field, None):
@@ -169,12 +169,12 @@ def check_model(module: torch.nn.Module) -> None:
             raise UnsupportedModelError(
                 "rope_type",
                 f"rope_type={rope_type} depends on the total length, so keys of a shared prefix would differ "
-                "between rollouts: use default, linear, llama3 or yarn"
+                "between rollouts: use default, linear, llama3 or yarn",
             )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             "router_loss",
-            "output_router_logits=True adds a router loss that counts tokens: set it to False in the model config"
+            "output_router_logits=True adds a router loss that counts tokens: set it to False in the model config",
         )
     _check_checkpointing(module)
 
@@ -183,9 +183,11 @@ def _check_checkpointing(module: torch.nn.Module) -> None:
     for submodule in module.modules():
         function = getattr(submodule, "_gradient_checkpointing_func", None)
         keywords = getattr(function, "keywords", {})
-        if getattr(submodule, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
+        if getattr(submodule, "gradient_checkpointing", False) and keywords.get(
+            "use_reentrant", False
+        ):
             raise UnsupportedModelError(
                 "reentrant_checkpointing",
                 "gradient checkpointing is reentrant, which hides keys and values from the delayed backward: "
-                "enable it with gradient_checkpointing_kwargs={'use_reentrant': False}"
+                "enable it with gradient_checkpointing_kwargs={'use_reentrant': False}",
             )

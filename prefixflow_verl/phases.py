@@ -121,9 +121,7 @@ def pack_sequences(
     forest, plan = make_plan(
         sequences, budget, mode=mode, keys=keys, min_shared_tokens=min_shared_tokens
     )
-    layouts = Packer(
-        sequences, forest, plan, predict=predict, temperatures=temperatures
-    ).layouts
+    layouts = Packer(sequences, forest, plan, predict=predict, temperatures=temperatures).layouts
     return PackedBatch(
         forest=forest, plan=plan, layouts=layouts, planning_s=time.perf_counter() - began
     )
@@ -335,7 +333,9 @@ class PhaseRunner:
         loss = consume(
             CompletedRollouts(
                 rollout_ids=tuple(completion.rollout for completion in completions),
-                positions=tuple(self._to_device(completion.positions) for completion in completions),
+                positions=tuple(
+                    self._to_device(completion.positions) for completion in completions
+                ),
                 log_probs=tuple(self._gather(completion, 0) for completion in completions),
                 entropies=tuple(self._gather(completion, 1) for completion in completions)
                 if self._with_entropy

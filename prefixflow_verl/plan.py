@@ -297,7 +297,9 @@ def _fill_bins(
         in_order[-1].append(top)
         room -= weights[top]
     bins = in_order
-    if len(in_order) > -(-sum(weights.values()) // budget.pack_limit):
+    # A component over the limit fills one bin, however large it is.
+    fill = sum(min(weight, budget.pack_limit) for weight in weights.values())
+    if len(in_order) > -(-fill // budget.pack_limit):
         decreasing = _first_fit_decreasing(weights, budget.pack_limit)
         bins = decreasing if len(decreasing) < len(in_order) else in_order
     return [tuple(sorted(segment for top in bin_ for segment in members[top])) for bin_ in bins]
@@ -331,7 +333,9 @@ def _roots_not_worth_it(forest: PrefixForest, plan: Plan, budget: PackBudget) ->
     for root in forest.roots:
         segments = range(root, int(forest.subtree_end[root]))
         head_tokens = sum(
-            int(lengths[segment]) for segment in segments if plan.packs[plan.pack_of[segment]].is_head
+            int(lengths[segment])
+            for segment in segments
+            if plan.packs[plan.pack_of[segment]].is_head
         )
         if not head_tokens:
             continue

@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from prefixflow_verl.compat import is_cpu_selected
-from prefixflow_verl.config import STRATEGY
+from prefixflow_verl.config import OPTIONS_PATH, STRATEGY
+from prefixflow_verl.refusals import ACTOR_PATH, find_refusal
 
 VERL_STRATEGIES = (
     "fsdp",
@@ -29,7 +30,7 @@ VERL_STRATEGIES = (
 )
 """Strategy names of verl 0.9.1. Other plugins may add more, so the registry is asked as well."""
 
-ACTOR_STRATEGY_PATH = "actor_rollout_ref.actor.strategy"
+ACTOR_STRATEGY_PATH = f"{ACTOR_PATH}.strategy"
 
 
 def check_run(config: DictConfig) -> None:
@@ -45,6 +46,8 @@ def check_run(config: DictConfig) -> None:
         return
     if on_cpu:
         _check_cpu(config, strategy)
+    if strategy == STRATEGY:
+        _check_reuse(config)
     _check_model(config)
     for setting in ("data.train_files", "data.val_files"):
         _check_data_files(setting, OmegaConf.select(config, setting))
@@ -65,11 +68,36 @@ def _check_strategy(config: DictConfig, strategy: str) -> None:
         )
     engine_path = "actor_rollout_ref.actor.fsdp_config"
     engine_config = OmegaConf.select(config, engine_path) or {}
+    has_options = engine_config.get("_target_", "").startswith("prefixflow_verl.")
+    if has_options and strategy == "fsdp":
+        raise ValueError(
+            f"{ACTOR_STRATEGY_PATH}=fsdp is FSDP1, whose flat parameters cannot serve a delayed backward, "
+            f"but {engine_path} asks for prefix reuse: set {ACTOR_STRATEGY_PATH}={STRATEGY}"
+        )
     named_in_engine = engine_config.get("strategy") == STRATEGY
-    if named_in_engine and not engine_config.get("_target_", "").startswith("prefixflow_verl."):
+    if named_in_engine and not has_options:
         raise ValueError(
             f"{engine_path}.strategy={STRATEGY} is the wrong place: leave it out and set "
             f"{ACTOR_STRATEGY_PATH}={STRATEGY}"
+        )
+
+
+def _check_reuse(config: DictConfig) -> None:
+    """Settings that prefix reuse cannot honour, unless the user chose to train without reuse then."""
+    options = OmegaConf.select(config, OPTIONS_PATH) or {}
+    if options.get("on_unsupported") == "fallback":
+        return
+    found = find_refusal(lambda path: OmegaConf.select(config, path))
+    if found is not None:
+        refusal, value = found
+        raise ValueError(refusal.message(value))
+    mode = OmegaConf.select(config, f"{ACTOR_PATH}.loss_agg_mode")
+    factor = OmegaConf.select(config, f"{ACTOR_PATH}.loss_scale_factor")
+    if mode == "seq-mean-token-sum-norm" and factor is None:
+        raise ValueError(
+            f"{ACTOR_PATH}.loss_agg_mode={mode} without {ACTOR_PATH}.loss_scale_factor divides by the "
+            "longest response of each micro-batch, so the update depends on how rows are packed: set "
+            f"{ACTOR_PATH}.loss_scale_factor to data.max_response_length"
         )
 
 

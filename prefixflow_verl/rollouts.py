@@ -59,7 +59,8 @@ def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
         temperature = temperature.to(torch.float64).cpu().numpy()
     # verl clamps temperatures the same way before it divides.
     temperatures = np.maximum(
-        np.broadcast_to(np.asarray(temperature, dtype=np.float64).reshape(-1), (len(token_ids),)), 1e-8
+        np.broadcast_to(np.asarray(temperature, dtype=np.float64).reshape(-1), (len(token_ids),)),
+        1e-8,
     )
     return RolloutBatch(
         token_ids=token_ids,
@@ -75,8 +76,10 @@ def check_rows(data: TensorDict) -> None:
     Raises:
         UnsupportedModelError: naming what was found.
     """
-    for inputs in data.get("multi_modal_inputs", None) or ():
-        inputs = getattr(inputs, "data", inputs)
+    # A NonTensorStack of one dict per row, empty for text; it has no truth value.
+    rows = data.get("multi_modal_inputs", None)
+    for row in rows if rows is not None else ():
+        inputs = getattr(row, "data", row)
         if inputs is not None and len(inputs):
             raise UnsupportedModelError(
                 "multimodal",
@@ -86,7 +89,9 @@ def check_rows(data: TensorDict) -> None:
             )
     position_ids = data["position_ids"]
     lengths = data["input_ids"].offsets().diff()
-    expected = torch.cat([torch.arange(int(length)) for length in lengths]) if len(lengths) else None
+    expected = (
+        torch.cat([torch.arange(int(length)) for length in lengths]) if len(lengths) else None
+    )
     if position_ids.dim() != 2 or (
         expected is not None and not torch.equal(position_ids.values().cpu(), expected)
     ):

@@ -248,7 +248,7 @@ def verify(
     attention_backend: str = "auto",
     seed: int = 0,
 ) -> Verification:
-    """Compute one step's gradient both ways and compare; on the first GPU, or without one on the CPU.
+    """Compute one step's gradient both ways and compare; on the first GPU, else on the CPU.
 
     Args:
         model_path: directory of the model; None: a tiny random Qwen3.

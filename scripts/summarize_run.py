@@ -15,7 +15,7 @@ from statistics import mean
 
 REWARD = "critic/score/mean"
 MISMATCH = "training/rollout_probs_diff_max"
-REUSE = "actor/prefixflow/reuse_ratio"
+REUSE = "prefixflow/reuse_ratio"
 STAGES = {
     "rollout": "timing_s/gen",
     "old log-probs": "timing_s/old_log_prob",

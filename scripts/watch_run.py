@@ -34,7 +34,7 @@ SHOWN_METRICS = (
     "critic/score/mean",
     "actor/grad_norm",
     "training/rollout_probs_diff_max",
-    "actor/prefixflow/reuse_ratio",
+    "prefixflow/reuse_ratio",
     "timing_s/step",
     "timing_s/gen",
     "timing_s/old_log_prob",

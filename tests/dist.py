@@ -23,7 +23,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         context = mp.get_context("spawn")
         queue = context.SimpleQueue()
         mp.spawn(
-            _entry, args=(world_size, directory, queue, function, args), nprocs=world_size, join=True
+            _entry,
+            args=(world_size, directory, queue, function, args),
+            nprocs=world_size,
+            join=True,
         )
         results: dict[int, Any] = {}
         while not queue.empty():
@@ -33,7 +36,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
 
 def _entry(
-    rank: int, world_size: int, directory: str, queue: Any, function: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    directory: str,
+    queue: Any,
+    function: Callable[..., Any],
+    args: tuple,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.reference import VOCAB, tiny_model
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -41,10 +42,11 @@ def make_worker(
     lr: float = 2e-4,
 ):
     """A verl `TrainingWorker` with its model built and verl's `ppo_loss` set."""
-    from prefixflow_verl.engine_config import PrefixFlowEngineConfig
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+
+    from prefixflow_verl.engine_config import PrefixFlowEngineConfig
 
     settings: dict[str, Any] = {
         "strategy": strategy,
@@ -75,7 +77,9 @@ def make_worker(
             model_type="language_model",
             model_config=HFModelConfig(**model_settings),
             engine_config=engine_config,
-            optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=100, weight_decay=0.01),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=lr, total_training_steps=100, weight_decay=0.01
+            ),
             checkpoint_config=CheckpointConfig(),
         )
     )
@@ -90,9 +94,7 @@ def set_loss(worker, **actor: Any) -> None:
     from verl.workers.utils.losses import ppo_loss
 
     settings = {"entropy_coeff": 0.01, "calculate_entropy": True, **actor}
-    config = ActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings
-    )
+    config = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
     worker.set_loss_fn(partial(ppo_loss, config=config))
 
 

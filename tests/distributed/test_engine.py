@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.dist import run_ranks
 from tests.engines import (
     make_rows,
@@ -135,9 +136,7 @@ def no_loss_token_in_a_token_mean(g: torch.Generator) -> Scenario:
 
 def zero_advantages(g: torch.Generator) -> Scenario:
     rollouts = group(g, 20, 12, 5, 9)
-    return Scenario(
-        rollouts=rollouts, rows={"advantages": [0.0] * 3}, actor={"entropy_coeff": 0.0}
-    )
+    return Scenario(rollouts=rollouts, rows={"advantages": [0.0] * 3}, actor={"entropy_coeff": 0.0})
 
 
 def padding_rows(g: torch.Generator) -> Scenario:
@@ -193,13 +192,13 @@ def scalar_temperature(g: torch.Generator) -> Scenario:
 
 def per_sample_temperature(g: torch.Generator) -> Scenario:
     rollouts = group(g, 20, 6, 9, 4)
-    return Scenario(
-        rollouts=[*rollouts, rollouts[0]], rows={"temperature": [0.6, 1.0, 1.3, 0.8]}
-    )
+    return Scenario(rollouts=[*rollouts, rollouts[0]], rows={"temperature": [0.6, 1.0, 1.3, 0.8]})
 
 
 def kl_loss(g: torch.Generator) -> Scenario:
-    return Scenario(rollouts=group(g, 20, 6, 9, 4), actor={"use_kl_loss": True, "kl_loss_coef": 0.1})
+    return Scenario(
+        rollouts=group(g, 20, 6, 9, 4), actor={"use_kl_loss": True, "kl_loss_coef": 0.1}
+    )
 
 
 def gspo(g: torch.Generator) -> Scenario:
