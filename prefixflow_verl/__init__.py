@@ -1,16 +1,16 @@
 """PrefixFlow for veRL: exact prefix reuse in the actor update of GRPO-style training.
 
-Rollouts that share a prefix are trained with that prefix computed once: forward into a training-time KV
-cache, suffix packs that read it and accumulate gradients into it, one delayed backward through it. The
-update equals full-sequence training.
+Rollouts that share a prefix are trained with that prefix computed once: forward into a training-
+time KV cache, suffix packs that read it and accumulate gradients into it, one delayed backward
+through it. The update equals full-sequence training.
 
-Reading order: `forest` (what is shared), `plan` (what runs together, in which order), `packing` (what one
-forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how gradients get back),
-`engine` (how veRL calls it). `accounting` holds the one cost formula.
+Reading order: `forest` (what is shared), `plan` (what runs together, in which order), `packing`
+(what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
+gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula.
 
 Import layers: `forest`, `plan`, `packing`, `accounting` need numpy only; `attention`, `kv_cache`,
-`log_probs`, `model_hook`, `phases` need torch and transformers and know nothing of veRL; the rest is the
-veRL side.
+`log_probs`, `model_hook`, `phases` need torch and transformers and know nothing of veRL; the rest
+is the veRL side.
 """
 
 from __future__ import annotations

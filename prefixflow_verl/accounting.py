@@ -1,7 +1,7 @@
 """FLOPs, bytes and reuse: the one formula that planner, metrics and predictor share.
 
-Counting rules (multiply-add = 2 FLOPs; the usual transformer count, e.g. Kaplan et al. 2020, section 2.1,
-with the quadratic part kept apart):
+Counting rules (multiply-add = 2 FLOPs; the usual transformer count, e.g. Kaplan et al. 2020,
+section 2.1, with the quadratic part kept apart):
 
 - linear layers: `2 * linear_parameters` per executed token;
 - attention: a query at position p meets p + 1 keys: `4 * num_heads * head_dim * (p + 1)` per layer
@@ -39,7 +39,7 @@ class ModelShape:
         return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
 
     def cache_bytes_per_token(self, *, element_bytes: int, gradient_bytes: int) -> int:
-        """Bytes that one cached token holds: K and V of every layer plus their gradient accumulators."""
+        """Bytes of one cached token: K and V of every layer and their gradients."""
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return elements * (element_bytes + gradient_bytes)
 

@@ -1,18 +1,19 @@
 """Segment attention: backends, LSE merge, and the autograd function over one packed row.
 
-Shape legend: B = 1 batch, N query heads, M key/value heads (N a multiple of M), T row tokens, Q queries
-and K keys of one part, D head dimension.
+Shape legend: B = 1 batch, N query heads, M key/value heads (N a multiple of M), T row tokens, Q
+queries and K keys of one part, D head dimension.
 
 [Note: one LSE for all parts]
-A query's keys are split into parts: its own segment (causal) and each ancestor range (no mask). A kernel
-returns the part's output and LSE, the natural-log sum-exp of its scaled scores. Softmax over the union is
+A query's keys are split into parts: its own segment (causal) and each ancestor range (no mask). A
+kernel returns the part's output and LSE, the natural-log sum-exp of its scaled scores. Softmax over
+the union is
 
     lse = logaddexp(lse_a, lse_b)        out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 
-In backward every part's kernel is handed the *merged* out and lse. The kernel rebuilds its probabilities as
-exp(score - lse), which are then the probabilities of the whole softmax, and its delta = rowsum(dout * out)
-is that of the whole row. So dQ is the sum over parts, dK and dV of each part are right by themselves, and
-no prefix key is ever copied per response.
+In backward every part's kernel is handed the *merged* out and lse. The kernel rebuilds its
+probabilities as exp(score - lse), which are then the probabilities of the whole softmax, and its
+delta = rowsum(dout * out) is that of the whole row. So dQ is the sum over parts, dK and dV of each
+part are right by themselves, and no prefix key is ever copied per response.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AttentionBackend(Protocol):
 
 
 class ReferenceBackend:
-    """Plain mathematics in any dtype and on any device; the truth other backends are tested against."""
+    """Plain mathematics in any dtype on any device; the truth for other backends."""
 
     name = "reference"
 
@@ -78,7 +79,7 @@ class ReferenceBackend:
 
 
 class SdpaCpuBackend:
-    """PyTorch's CPU flash attention operators, which return the LSE and accept N > M without copies."""
+    """PyTorch's CPU flash attention: returns the LSE, accepts N > M without copies."""
 
     name = "sdpa_cpu"
 
@@ -108,11 +109,11 @@ def choose_backend(name: str, device: torch.device) -> AttentionBackend:
         return BACKENDS["sdpa_cpu" if device.type == "cpu" else "reference"]
     if name not in BACKENDS:
         raise ValueError(
-            f"prefixflow.attention_backend={name!r} is not known: use auto or one of {sorted(BACKENDS)}"
+            f"attention_backend={name!r} is not known: use auto or one of {sorted(BACKENDS)}"
         )
     if name == "sdpa_cpu" and device.type != "cpu":
         raise ValueError(
-            f"prefixflow.attention_backend=sdpa_cpu cannot serve device {device}: use auto or reference"
+            f"attention_backend=sdpa_cpu cannot serve device {device}: use auto or reference"
         )
     return BACKENDS[name]
 
@@ -121,16 +122,18 @@ class SegmentContext:
     """What the attention of one pack needs, passed through the model's keyword arguments.
 
     [Note: context through keyword arguments]
-    A delayed backward with activation checkpointing runs layers again long after other packs ran. Keyword
-    arguments are saved with the checkpoint, so the second run sees this pack's context; a global would
-    hold another pack's. It is an ordinary class on purpose: FSDP2 rebuilds dataclasses, dicts and tuples
-    among a module's arguments to cast the tensors inside, and a rebuilt context would capture into a copy.
+    A delayed backward with activation checkpointing runs layers again long after other packs ran.
+    Keyword arguments are saved with the checkpoint, so the second run sees this pack's context; a
+    global would hold another pack's. It is an ordinary class on purpose: FSDP2 rebuilds
+    dataclasses, dicts and tuples among a module's arguments to cast the tensors inside, and a
+    rebuilt context would capture into a copy.
 
     Args:
         layout: the pack's row.
         backend: kernel for each part.
         caches: caches of the head packs that `layout.cross_parts` reads, by pack.
-        captured: layer -> in-graph (K, V) of a head pack, filled by the first forward only; None for a leaf.
+        captured: layer -> in-graph (K, V) of a head pack, filled by the first forward only; None
+            for a leaf.
     """
 
     __slots__ = ("backend", "caches", "captured", "layout")
@@ -171,8 +174,9 @@ def segment_attention(
     if q_BNTD.shape[0] != 1 or q_BNTD.shape[2] != num_tokens or k_BMTD.shape[2] != num_tokens:
         raise RuntimeError(
             f"attention of layer {layer} got queries {tuple(q_BNTD.shape)} and keys "
-            f"{tuple(k_BMTD.shape)} for a pack of {num_tokens} tokens: the model changed the sequence "
-            "(a past_key_values cache, padding or sequence parallelism), which prefix reuse cannot follow"
+            f"{tuple(k_BMTD.shape)} for a pack of {num_tokens} tokens: the model changed the "
+            "sequence (a past_key_values cache, padding or sequence parallelism), which prefix "
+            "reuse cannot follow"
         )
     return _SegmentAttention.apply(q_BNTD, k_BMTD, v_BMTD, scale, context, layer)
 
@@ -180,7 +184,10 @@ def segment_attention(
 def merge_part(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge a part into `out` [..., Q, D] and `lse` [..., Q] in place; see [Note: one LSE for all parts]."""
+    """Merge a part into `out` [..., Q, D] and `lse` [..., Q] in place.
+
+    See [Note: one LSE for all parts].
+    """
     # exp(part_lse - logaddexp(lse, part_lse)) is a sigmoid, and the two weights sum to one.
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.lerp_(part_out.to(out.dtype), weight.to(out.dtype))

@@ -1,4 +1,4 @@
-"""Is this machine ready to train with strategy `prefixflow`, and if not, what to do: `prefixflow doctor`.
+"""Would training with strategy `prefixflow` work here, and if not, what to do: `prefixflow doctor`.
 
 Every check ends in a `Finding`; a package that is missing or cannot be imported is one of them, so
 this module imports nothing but the standard library. What verl itself would see (plugin, platform,
@@ -54,25 +54,32 @@ def diagnose(model_path: Path | None = None) -> list[Finding]:
         model_path: directory of a model to check as well.
     """
     findings = [*_check_packages(), _check_rollout_engine(), _check_visible_devices()]
-    torch_finding = _check_import("torch", INSTALL)
-    findings.append(torch_finding)
-    if torch_finding.level == "ok":
+    torch_import = _check_import("torch")
+    findings.append(torch_import)
+    has_libraries = torch_import.level == "ok"
+    if has_libraries:
         findings += _check_torch()
-        findings += _check_transformers()
-    if torch_finding.level == "ok" and _version("verl") is not None:
+        # The module that touches transformers' attention interface, and every model with it.
+        hook_import = _check_import("prefixflow_verl.model_hook")
+        has_libraries = hook_import.level == "ok"
+        if not has_libraries:
+            findings.append(hook_import)
+    if has_libraries and _version("verl") is not None:
         findings += _check_verl()
     else:
-        findings.append(
-            Finding(
-                check="plugin",
-                level="warning",
-                detail="not checked: it needs verl and torch",
-                remedy=INSTALL,
-            )
-        )
+        findings.append(_not_checked("plugin", "verl, torch and transformers"))
     if model_path is not None:
-        findings += _check_model(model_path, has_torch=torch_finding.level == "ok")
+        if has_libraries:
+            findings += _check_model(model_path)
+        else:
+            findings.append(_not_checked("model", "torch and transformers"))
     return findings
+
+
+def _not_checked(check: str, needed: str) -> Finding:
+    return Finding(
+        check=check, level="warning", detail=f"not checked: it needs {needed}", remedy=INSTALL
+    )
 
 
 def _version(distribution: str) -> str | None:
@@ -176,7 +183,7 @@ def _check_visible_devices() -> Finding:
     )
 
 
-def _check_import(module: str, remedy: str) -> Finding:
+def _check_import(module: str) -> Finding:
     """Whether `module` can be imported in this process."""
     try:
         imported = importlib.import_module(module)
@@ -186,7 +193,7 @@ def _check_import(module: str, remedy: str) -> Finding:
             check=module,
             level="error",
             detail=f"cannot be imported: {_first_line(error)}",
-            remedy=remedy,
+            remedy=INSTALL,
         )
     return Finding(check=module, level="ok", detail=getattr(imported, "__version__", "importable"))
 
@@ -243,12 +250,6 @@ def _check_torch() -> list[Finding]:
         )
     )
     return findings
-
-
-def _check_transformers() -> list[Finding]:
-    """Whether transformers has the attention interface; reports only a failure."""
-    finding = _check_import("prefixflow_verl.model_hook", INSTALL)
-    return [] if finding.level == "ok" else [finding]
 
 
 def report_verl() -> None:
@@ -343,11 +344,8 @@ def _why_not_seen() -> str:
     return "its import failed there"
 
 
-def _check_model(path: Path, *, has_torch: bool) -> list[Finding]:
+def _check_model(path: Path) -> list[Finding]:
     """Architecture and tokenizer of the model in directory `path`."""
-    if not has_torch:
-        detail = f"{path} was not checked: it needs torch"
-        return [Finding(check="model", level="warning", detail=detail, remedy=INSTALL)]
     from prefixflow_verl.model_hook import UnsupportedModelError
     from prefixflow_verl.verify import ModelPathError, check_architecture, read_config
 
@@ -365,8 +363,17 @@ def _check_model(path: Path, *, has_torch: bool) -> list[Finding]:
         ]
     except ModelPathError as error:
         return [Finding(check="model", level="error", detail=str(error), remedy="correct --model")]
-    supported = Finding(check="model", level="ok", detail=f"{config.model_type} is supported")
-    return [supported, _check_vocabulary(path, config.vocab_size)]
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        model = Finding(check="model", level="ok", detail=f"{config.model_type} is supported")
+    else:
+        model = Finding(
+            check="model",
+            level="warning",
+            detail=f"{config.model_type} with sliding_window={window}: longer sequences are refused",
+            remedy=f"keep prompt and response together at {window} tokens or less",
+        )
+    return [model, _check_vocabulary(path, config.vocab_size)]
 
 
 def _check_vocabulary(path: Path, vocab_size: int) -> Finding:

@@ -1,8 +1,8 @@
 """The verl engine that trains with prefix reuse.
 
-Everything verl's FSDP2 engine does stays: building, sharding, offload, checkpoints, weight export. Only
-`forward_backward_batch`, through which `update_actor`, `compute_log_prob` and the reference log-probs all
-pass, runs a prefix plan instead of padded or packed micro-batches.
+Everything verl's FSDP2 engine does stays: building, sharding, offload, checkpoints, weight export.
+Only `forward_backward_batch`, through which `update_actor`, `compute_log_prob` and the reference
+log-probs all pass, runs a prefix plan instead of padded or packed micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from prefixflow_verl.accounting import ModelShape, reuse_ratio
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
-from prefixflow_verl.model_hook import UnsupportedModelError, check_model, pretrained_model
+from prefixflow_verl.model_hook import (
+    UnsupportedModelError,
+    check_length,
+    check_model,
+    pretrained_model,
+)
 from prefixflow_verl.phases import CompletedRollouts, PhaseRunner, RunStats, pack_sequences
 from prefixflow_verl.plan import PackBudget
 from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
@@ -51,8 +56,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         options: the plugin's settings for this engine.
 
     Raises:
-        UnsupportedModelError: at construction or while the model is built, if a setting or the model
-            cannot be reproduced exactly and `on_unsupported=error`.
+        UnsupportedModelError: at construction or while the model is built, if a setting or the
+            model cannot be reproduced exactly and `on_unsupported=error`.
     """
 
     def __init__(
@@ -105,8 +110,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         """Run every row of `data` once per shared prefix; see `FSDPEngine.forward_backward_batch`.
 
         Returns:
-            verl's dict: `model_output` (jagged `log_probs`, `entropy`; forward only, or if asked for),
-            `loss` (a list that sums to the rank's loss), `metrics`.
+            verl's dict: `model_output` (jagged `log_probs`, `entropy`; forward only, or if asked
+            for), `loss` (a list that sums to the rank's loss), `metrics`.
         """
         num_loss_tokens, refusal = self._agree_on_batch(data)
         if refusal is not None:
@@ -176,16 +181,18 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
     def _agree_on_batch(self, data: TensorDict) -> tuple[int, UnsupportedModelError | None]:
-        """Loss tokens over all ranks, and why this batch has to run densely, if any rank has a reason.
+        """Loss tokens over all ranks, and why this batch has to run densely, if any reason.
 
         Raises:
-            UnsupportedModelError: on every rank, if any rank must refuse and `on_unsupported=error`.
+            UnsupportedModelError: on every rank, if any rank must refuse and
+                `on_unsupported=error`.
         """
         refusal = self._fallback
         if refusal is None:
             try:
                 check_request(data)
                 check_rows(data)
+                check_length(self.module, int(data["input_ids"].offsets().diff().max()))
             except UnsupportedModelError as error:
                 refusal = error
         group = self.get_data_parallel_group()
@@ -223,8 +230,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
     def _reuse_metrics(self, stats: RunStats, forward_only: bool) -> dict[str, list[float]]:
         """`prefixflow/` metrics: counts summed over ranks, seconds and bytes of the largest rank.
 
-        verl averages them over mini-batches.
-        verl reports no metrics of log-prob passes, so those of the last one ride on the next update.
+        verl averages them over mini-batches. It reports no metrics of log-prob passes, so those of
+        the last one ride on the next update.
         """
         counts = {
             "logical_tokens": stats.logical_tokens,
@@ -269,7 +276,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
 
 
 class _PackCollector:
-    """Turns the completed rollouts of each pack into verl's loss call, and gathers what comes back."""
+    """Turns completed rollouts into verl's loss calls and gathers what comes back."""
 
     def __init__(
         self,
@@ -331,8 +338,8 @@ class _PackCollector:
     def _merge_metrics(self) -> dict[str, Any]:
         """One value per metric and rank: verl asks for equally many on every rank.
 
-        Sums add up over packs. Means are weighted with the packs' loss tokens, which gives the mean over
-        the rank's tokens however the rows were packed.
+        Sums add up over packs. Means are weighted with the packs' loss tokens, which gives the mean
+        over the rank's tokens however the rows were packed.
         """
         merged: dict[str, Any] = {}
         for name in dict.fromkeys(name for metrics in self._metrics for name in metrics):
@@ -387,8 +394,8 @@ def check_request(data: TensorDict) -> None:
         if tu.get_non_tensor_data(data=data, key=key, default=False):
             raise UnsupportedModelError(
                 key,
-                f"{setting} needs full logits, which prefix reuse does not keep: turn it off, or set "
-                f"{OPTIONS_PATH}.on_unsupported=fallback to train without reuse",
+                f"{setting} needs full logits, which prefix reuse does not keep: turn it off, or "
+                f"set {OPTIONS_PATH}.on_unsupported=fallback to train without reuse",
             )
 
 

@@ -1,15 +1,16 @@
 """Token ids -> `PrefixForest`: every run of tokens that rollouts share, found by exact comparison.
 
 [Note: one trie over input tokens]
-A rollout of L tokens feeds L - 1 tokens to the model; its last token is a target only. The forest is a
-compressed trie over those *input* tokens. Two rollouts share a segment exactly when all their input
-tokens up to its end are equal, so sharing never depends on a prompt id: drifting chat templates split by
-themselves, one system prompt under different prompts is found by itself, and rows that merely carry the
-same id share nothing.
+A rollout of L tokens feeds L - 1 tokens to the model; its last token is a target only. The forest
+is a compressed trie over those *input* tokens. Two rollouts share a segment exactly when all their
+input tokens up to its end are equal, so sharing never depends on a prompt id: drifting chat
+templates split by themselves, one system prompt under different prompts is found by itself, and
+rows that merely carry the same id share nothing.
 
-The trie comes from one lexicographic sort and the longest common prefix (LCP) of each adjacent pair.
-Segments are numbered in depth-first preorder, so the segments below any segment are the contiguous ids
-that follow it, and the rollouts that pass through it are a contiguous range of `order`.
+The trie comes from one lexicographic sort and the longest common prefix (LCP) of each adjacent
+pair. Segments are numbered in depth-first preorder, so the segments below any segment are the
+contiguous ids that follow it, and the rollouts that pass through it are a contiguous range of
+`order`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class PrefixForest:
     order: np.ndarray
     """[R] int64. Rollout ids in lexicographic order of their input tokens."""
     end_segment: np.ndarray
-    """[R] int64. Segment that holds each rollout's last input token; -1 for a rollout of one token."""
+    """[R] int64. Segment of each rollout's last input token; -1 for a rollout of one token."""
 
     @property
     def num_segments(self) -> int:
@@ -143,11 +144,13 @@ def build_forest(
     """Find every shared prefix among `sequences`.
 
     Args:
-        sequences: R one-dimensional integer arrays, prompt and response together, at least one token each.
-        keys: R hashable values, anything besides token ids that changes keys and values (adapter, images).
+        sequences: R one-dimensional integer arrays, prompt and response together, at least one
+            token each.
+        keys: R hashable values, anything besides token ids that changes keys and values (adapter,
+            images).
             Rollouts with different keys share nothing. None: all equal.
-        min_shared_tokens: a shared segment shorter than this is not split off; each child runs those
-            tokens itself. 1 keeps every one.
+        min_shared_tokens: a shared segment shorter than this is not split off; each child runs
+            those tokens itself. 1 keeps every one.
 
     Raises:
         ValueError: a sequence is empty or not one-dimensional, or the number of keys differs.
@@ -160,11 +163,11 @@ def build_forest(
     for index, sequence in enumerate(sequences):
         if sequence.ndim != 1 or len(sequence) == 0:
             raise ValueError(
-                f"sequence {index} has shape {sequence.shape}: need one dimension and one token or more"
+                f"sequence {index} has shape {sequence.shape}: need one dimension and a token"
             )
     num_inputs = np.array([len(sequence) - 1 for sequence in sequences], dtype=np.int64)
     key_rank = _rank_keys(keys, num_rollouts)
-    # Big-endian bytes of unsigned ids compare like the ids themselves, so one memcmp sort is enough.
+    # Big-endian bytes of unsigned ids compare like the ids themselves: one memcmp sort.
     sort_keys = [
         (key_rank[index], np.asarray(sequence[:-1]).astype(">u4").tobytes(), index)
         for index, sequence in enumerate(sequences)
@@ -173,7 +176,7 @@ def build_forest(
     common = _adjacent_lcp(sequences, order, key_rank)
     prefixes = _shared_intervals(common, min_shared_tokens)
 
-    # Deepest kept prefix around each sorted rollout; a rollout that reads further gets its own segment.
+    # Deepest kept prefix around each rollout; one that reads further gets its own segment.
     depth = np.zeros(num_rollouts, dtype=np.int64)
     for prefix_end, first, last in prefixes:
         depth[first:last] = np.maximum(depth[first:last], prefix_end)
@@ -210,7 +213,7 @@ def _adjacent_lcp(
 
 
 def _shared_intervals(common: list[int], min_shared_tokens: int) -> list[tuple[int, int, int]]:
-    """Shared prefixes as (end position, first, last) over sorted rollouts, short segments dropped."""
+    """Shared prefixes as (end, first, last) over sorted rollouts, short segments dropped."""
     found: list[tuple[int, int, int]] = []
     stack = [(0, 0)]  # (LCP, first sorted rollout) of the intervals still open
     for right, lcp in enumerate([*common, 0], start=1):

@@ -1,20 +1,24 @@
 """Training-time KV cache: keys and values of head packs, with gradient accumulators.
 
-A cache holds leaf copies of what a head pack computed. Packs below read them; their attention backward
-adds dK and dV into float32 accumulators here (bf16 sums over many responses lose bits). The delayed
-backward of the head pack then takes the accumulated gradients as its roots' gradients.
+A cache holds leaf copies of what a head pack computed. Packs below read them; their attention
+backward adds dK and dV into float32 accumulators here (bf16 sums over many responses lose bits).
+The delayed backward of the head pack then takes the accumulated gradients as its roots' gradients.
 
 [Note: a cache belongs to one weights version]
-Keys and values are functions of the weights. After an optimizer step they are wrong, and nothing else
-would notice: losses stay finite. `WeightsVersion` therefore counts in-place writes to the parameters
-through PyTorch's own version counters, and every read compares.
+Keys and values are functions of the weights. After an optimizer step they are wrong, and nothing
+else would notice: losses stay finite. `WeightsVersion` therefore counts in-place writes to the
+parameters through PyTorch's own version counters, and every read compares. Fused optimizers write
+without touching those counters, so steps of an optimizer that holds one of the parameters count too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class StaleCacheError(RuntimeError):
@@ -24,23 +28,40 @@ class StaleCacheError(RuntimeError):
 class WeightsVersion:
     """Detects in-place changes of a fixed set of parameters.
 
+    Writes through `parameter.data` outside an optimizer step go unseen.
+
     Args:
         parameters: the parameters as the optimizer sees them (under FSDP2 the sharded ones).
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
+        self._ids = {id(parameter) for parameter in self._parameters}
+        self._num_steps = 0
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            weights = reference()
+            if weights is not None:
+                weights._count_step(optimizer)
+
+        # PyTorch's hook is global: it must neither keep this object alive nor outlive it.
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def current(self) -> int:
-        """A number that grows with every in-place write to a parameter."""
-        return sum(parameter._version for parameter in self._parameters)
+        """A number that grows with every in-place write to a parameter and every optimizer step."""
+        return self._num_steps + sum(parameter._version for parameter in self._parameters)
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
+        self._num_steps += any(parameter in self._ids for parameter in stepped)
 
 
 class PackCache:
     """Keys and values of one head pack, per layer.
 
-    Shapes: `keys[layer]`, `values[layer]` are [1, N_kv, T, D] in the model's dtype, detached; gradients are
-    the same shape in `gradient_dtype`.
+    Shapes: `keys[layer]`, `values[layer]` are [1, N_kv, T, D] in the model's dtype, detached;
+        gradients are the same shape in `gradient_dtype`.
 
     Args:
         weights: guards against reading after an optimizer step.
@@ -62,7 +83,8 @@ class PackCache:
         self._values[layer] = value.detach()
 
     def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of positions `[start, end)` of the pack's row: two [1, N_kv, end - start, D] views.
+        """K and V of positions `[start, end)` of the pack's row: two [1, N_kv, end - start, D]
+        views.
 
         Raises:
             StaleCacheError: parameters changed since the cache was made.
@@ -74,9 +96,9 @@ class PackCache:
         """Raise `StaleCacheError` if parameters changed since the cache was made."""
         if self._weights.current() != self._version:
             raise StaleCacheError(
-                "The weights changed (an optimizer step or a checkpoint load) while prefix keys and "
-                "values computed with the old weights were still in use. Step the optimizer only after "
-                "the whole mini-batch has run."
+                "The weights changed (an optimizer step or a checkpoint load) while prefix keys "
+                "and values computed with the old weights were still in use. Step the optimizer "
+                "only after the whole mini-batch has run."
             )
 
     def add_gradient(

@@ -27,7 +27,8 @@ def log_probs_and_entropy(
     *,
     with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob and entropy of each prediction: two float32 [P] tensors (float64 for float64 logits).
+    """Log-prob and entropy of each prediction: two float32 [P] tensors (float64 for float64
+    logits).
 
     Args:
         logits_RV: logits in any floating dtype, before temperature.

@@ -1,8 +1,9 @@
-"""Routes a Hugging Face causal LM's attention through `attention.py`, and refuses models it cannot serve.
+"""Routes a Hugging Face causal LM's attention through `attention.py`, and refuses models it cannot
+serve.
 
-Nothing of the model is replaced: transformers looks its attention function up by name in a registry at
-every call, so registering one function and switching the name for the duration of a run is enough. The
-pack's `SegmentContext` travels as one extra keyword argument.
+Nothing of the model is replaced: transformers looks its attention function up by name in a registry
+at every call, so registering one function and switching the name for the duration of a run is
+enough. The pack's `SegmentContext` travels as one extra keyword argument.
 """
 
 from __future__ import annotations
@@ -49,29 +50,26 @@ def _attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface of transformers: q [1, N, T, D], k and v [1, M, T, D] -> [1, T, N, D]."""
+    """The attention interface of transformers: q [1, N, T, D], k and v [1, M, T, D] -> [1, T, N,
+    D]."""
     context = kwargs.get(CONTEXT_KWARG)
     if context is None:
         raise RuntimeError(
-            f"{type(module).__name__} did not pass `{CONTEXT_KWARG}` on to its attention: this model "
-            "cannot run with prefix reuse"
+            f"{type(module).__name__} did not pass `{CONTEXT_KWARG}` on to its attention: this "
+            "model cannot run with prefix reuse"
         )
-    longest = int(context.layout.position_ids.max()) + 1
     if dropout:
         raise UnsupportedModelError(
             "attention_dropout",
             f"attention dropout is {dropout}: set attention_dropout=0 in the model config",
         )
-    if sliding_window is not None and sliding_window < longest:
-        raise UnsupportedModelError(
-            "sliding_window",
-            f"sliding_window={sliding_window} is shorter than a sequence of {longest} tokens: use "
-            "shorter sequences or a model without a sliding window",
-        )
+    if sliding_window is not None:
+        _check_window(sliding_window, int(context.layout.position_ids.max()) + 1)
     if softcap is not None or s_aux is not None:
         raise UnsupportedModelError(
             "softcap_or_sinks",
-            "the model uses attention logit soft-capping or attention sinks, which prefix reuse does not support",
+            "the model uses attention logit soft-capping or attention sinks, which prefix reuse "
+            "does not support",
         )
     layer = module.layer_idx
     context.capture(layer, key, value)
@@ -141,21 +139,23 @@ def check_model(module: torch.nn.Module) -> None:
         if float(getattr(config, field, 0.0) or 0.0) > 0:
             raise UnsupportedModelError(
                 "dropout",
-                f"{field}={getattr(config, field)} in the model config: set it to 0, a shared prefix "
-                "has one random mask where separate rollouts have many",
+                f"{field}={getattr(config, field)} in the model config: set it to 0, a shared "
+                "prefix has one random mask where separate rollouts have many",
             )
     for submodule_name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.Dropout) and submodule.p > 0:
             raise UnsupportedModelError(
                 "dropout",
-                f"dropout p={submodule.p} at {submodule_name}: set lora_dropout (or the model's dropout) to 0",
+                f"dropout p={submodule.p} at {submodule_name}: set lora_dropout (or the model's "
+                "dropout) to 0",
             )
     layer_types = set(getattr(config, "layer_types", None) or ())
     other = layer_types - {"full_attention", "sliding_attention"}
     if other:
         raise UnsupportedModelError(
             "layer_types",
-            f"{name} has layers of type {sorted(other)}: only softmax attention over all positions is supported",
+            f"{name} has layers of type {sorted(other)}: only softmax attention over all "
+            "positions is supported",
         )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, field, None):
@@ -168,15 +168,39 @@ def check_model(module: torch.nn.Module) -> None:
         if rope_type in ("dynamic", "longrope"):
             raise UnsupportedModelError(
                 "rope_type",
-                f"rope_type={rope_type} depends on the total length, so keys of a shared prefix would differ "
-                "between rollouts: use default, linear, llama3 or yarn",
+                f"rope_type={rope_type} depends on the total length, so keys of a shared prefix "
+                "would differ between rollouts: use default, linear, llama3 or yarn",
             )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             "router_loss",
-            "output_router_logits=True adds a router loss that counts tokens: set it to False in the model config",
+            "output_router_logits=True adds a router loss that counts tokens: set it to False in "
+            "the model config",
         )
     _check_checkpointing(module)
+
+
+def check_length(module: torch.nn.Module, num_tokens: int) -> None:
+    """Refuse sequences of `num_tokens` tokens that reach past a sliding window.
+
+    Raises:
+        UnsupportedModelError: some layer would not see the start of such a sequence.
+    """
+    config = pretrained_model(module).config
+    layer_types = getattr(config, "layer_types", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
+    window = getattr(config, "sliding_window", None)
+    if slides and window is not None:
+        _check_window(window, num_tokens)
+
+
+def _check_window(window: int, num_tokens: int) -> None:
+    if window < num_tokens:
+        raise UnsupportedModelError(
+            "sliding_window",
+            f"sliding_window={window} in the model config is shorter than a sequence of "
+            f"{num_tokens} tokens: use shorter sequences or a model without a sliding window",
+        )
 
 
 def _check_checkpointing(module: torch.nn.Module) -> None:
@@ -188,6 +212,6 @@ def _check_checkpointing(module: torch.nn.Module) -> None:
         ):
             raise UnsupportedModelError(
                 "reentrant_checkpointing",
-                "gradient checkpointing is reentrant, which hides keys and values from the delayed backward: "
-                "enable it with gradient_checkpointing_kwargs={'use_reentrant': False}",
+                "gradient checkpointing is reentrant, which hides keys and values from the delayed "
+                "backward: enable it with gradient_checkpointing_kwargs={'use_reentrant': False}",
             )

@@ -1,10 +1,10 @@
 """Plan -> `PackLayout`: what one pack feeds to the model, attends to and predicts. Numpy only.
 
 [Note: boundary predictions]
-A prediction is (position, target token, temperature). Inside a segment every rollout has the same target,
-but the last position of a shared segment predicts the first token of each child. So predictions belong to
-segments, are kept once each, and every rollout gathers its log-probs along its path. The gradient of a
-prediction is then the sum over all rollouts that use it.
+A prediction is (position, target token, temperature). Inside a segment every rollout has the same
+target, but the last position of a shared segment predicts the first token of each child. So
+predictions belong to segments, are kept once each, and every rollout gathers its log-probs along
+its path. The gradient of a prediction is then the sum over all rollouts that use it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class PackLayout:
     self_parts: tuple[tuple[int, int], ...]
     """Row range of each segment: causal attention inside it."""
     cross_parts: tuple[CrossPart, ...]
-    """Attention to ancestors. Together with `self_parts`: every query meets every earlier position once."""
+    """Attention to ancestors. Together with `self_parts`: every query meets every earlier position
+    once."""
     logit_rows: np.ndarray
     """[R] int64. Row positions on which the LM head runs, ascending; at least one."""
     scaled_rows: np.ndarray
@@ -227,7 +228,8 @@ class Packer:
         )
 
     def _cross_parts(self, index: int) -> list[CrossPart]:
-        """Every ancestor range that queries of this pack read, adjacent ranges of one path merged."""
+        """Every ancestor range that queries of this pack read, adjacent ranges of one path
+        merged."""
         forest, pack_of = self.forest, self.plan.pack_of
         ranges: dict[int, list[int]] = {}
         for segment in self.plan.packs[index].segments:

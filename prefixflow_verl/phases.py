@@ -1,20 +1,21 @@
 """Runs a plan: prefix forward, suffix forward + backward, one delayed prefix backward.
 
 [Note: boundary tensors]
-What the rest of the computation sees of a pack are its boundary tensors: K and V of every layer, and the
-log-prob and entropy of each prediction. Each boundary tensor has a leaf twin. Losses and packs below use
-the twins only; their gradients add up there. Backward of a pack is then one call,
+What the rest of the computation sees of a pack are its boundary tensors: K and V of every layer,
+and the log-prob and entropy of each prediction. Each boundary tensor has a leaf twin. Losses and
+packs below use the twins only; their gradients add up there. Backward of a pack is then one call,
 
     torch.autograd.backward([log_probs, entropies, K_0, V_0, K_1, ...], [gradients of the twins])
 
-for leaf packs at once and for head packs after everything below them. The gradient that reaches a twin is
-the exact sum over all its uses, so the parameter gradient is that of full-sequence training, for any loss.
+for leaf packs at once and for head packs after everything below them. The gradient that reaches a
+twin is the exact sum over all its uses, so the parameter gradient is that of full-sequence
+training, for any loss.
 
 [Note: delayed backward under FSDP2]
-FSDP2 gathers a layer's parameters for backward when a gradient reaches the layer's *output*. Keys and
-values are no outputs. The log-probs come from the root module's own output, so having them among the
-roots, with a zero gradient if need be, makes every layer's hook fire before its K and V gradients arrive.
-A pack without any prediction therefore still keeps one row of logits.
+FSDP2 gathers a layer's parameters for backward when a gradient reaches the layer's *output*. Keys
+and values are no outputs. The log-probs come from the root module's own output, so having them
+among the roots, with a zero gradient if need be, makes every layer's hook fire before its K and V
+gradients arrive. A pack without any prediction therefore still keeps one row of logits.
 
 This is the only file that calls backward.
 """
@@ -35,7 +36,7 @@ from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_b
 from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.kv_cache import PackCache, WeightsVersion
 from prefixflow_verl.log_probs import log_probs_and_entropy
-from prefixflow_verl.model_hook import CONTEXT_KWARG, check_model, routed
+from prefixflow_verl.model_hook import CONTEXT_KWARG, check_length, check_model, routed
 from prefixflow_verl.packing import Completion, Packer, PackLayout
 from prefixflow_verl.plan import PackBudget, Plan, PlanMode, make_plan
 
@@ -182,8 +183,8 @@ class PhaseRunner:
     ) -> RunStats:
         """Accumulate the gradient of the summed losses into the parameters.
 
-        `loss_function` is called once per pack that completes rollouts and returns a scalar; the losses
-        add up, so each must already carry the mini-batch's denominator.
+        `loss_function` is called once per pack that completes rollouts and returns a scalar; the
+        losses add up, so each must already carry the mini-batch's denominator.
         """
         return self._run(batch, loss_function, training=True, with_entropy=with_entropy)
 
@@ -260,7 +261,8 @@ class PhaseRunner:
         )
 
     def _agree(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(heads, leaves) per round that every rank will run; see plan.py [Note: rank agreement]."""
+        """(heads, leaves) per round that every rank will run; see plan.py [Note: rank
+        agreement]."""
         if self.process_group is None or dist.get_world_size(self.process_group) == 1:
             return counts
         num_rounds = torch.tensor([len(counts)], device=self.device)
@@ -347,7 +349,8 @@ class PhaseRunner:
             (self.scale_loss(loss) if self.scale_loss else loss).backward()
 
     def _gather(self, completion: Completion, output: int) -> torch.Tensor:
-        """One rollout's log-probs (output 0) or entropies (output 1) from the twins along its path."""
+        """One rollout's log-probs (output 0) or entropies (output 1) from the twins along its
+        path."""
         parts = [
             self._twins[pack].twins[output].index_select(0, self._to_device(indices))
             for pack, indices in completion.sources
@@ -447,7 +450,8 @@ class PrefixFlow:
         Args:
             sequences: R token id sequences, prompt and response together.
             loss_function: receives `CompletedRollouts`, possibly a few times, and returns a scalar.
-            predict: R bool arrays of `len(sequence) - 1`; entry p asks for the log-prob of token p + 1.
+            predict: R bool arrays of `len(sequence) - 1`; entry p asks for the log-prob of token p
+                + 1.
             temperatures: one value or R; logits are divided by them.
             with_entropy: also compute entropies.
         """
@@ -481,8 +485,10 @@ class PrefixFlow:
         return [found.get(index, empty) for index in range(len(sequences))]
 
     def _pack(self, sequences, predict, temperatures) -> PackedBatch:
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        check_length(self._runner.model, max((len(array) for array in arrays), default=0))
         return pack_sequences(
-            [np.asarray(sequence) for sequence in sequences],
+            arrays,
             self._budget,
             predict=predict,
             temperatures=temperatures,

@@ -1,21 +1,22 @@
-"""PrefixForest -> `Plan`: which edges to cut, which segments share a pack, in which order packs run.
+"""PrefixForest -> `Plan`: which edges to cut, which segments share a pack, in which order packs
+run.
 
 [Note: heads and leaves]
-A tree that fits the budget is *fused*: one pack, one forward, one backward. A larger tree is cut. Then its
-packs are of two kinds:
+A tree that fits the budget is *fused*: one pack, one forward, one backward. A larger tree is cut.
+Then its packs are of two kinds:
 
-    heads    hold only segments with a cut edge somewhere below. Their graphs stay alive and their keys and
-             values go to the training-time KV cache until everything below has run.
+    heads    hold only segments with a cut edge somewhere below. Their graphs stay alive and their
+             keys and values go to the training-time KV cache until everything below has run.
     leaves   hold the rest. Each runs forward and backward at once and is forgotten.
 
-A round runs: forward of every head (parents first), forward + backward of every leaf, backward of every
-head (children first). Nothing but heads is alive while leaves run, so peak memory is the heads of one
-round plus one leaf.
+A round runs: forward of every head (parents first), forward + backward of every leaf, backward of
+every head (children first). Nothing but heads is alive while leaves run, so peak memory is the
+heads of one round plus one leaf.
 
 [Note: rank agreement]
-Under FSDP2 every rank must run the same sequence of forwards and backwards. Because a round is described
-by two counts (heads, leaves), agreeing means an element-wise maximum over ranks; a rank with fewer packs
-runs dummy packs of one token and no loss.
+Under FSDP2 every rank must run the same sequence of forwards and backwards. Because a round is
+described by two counts (heads, leaves), agreeing means an element-wise maximum over ranks; a rank
+with fewer packs runs dummy packs of one token and no loss.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PackBudget:
     max_rollouts: int | None = None
     """Sequences (root-to-leaf paths) per pack, for fixed micro-batches."""
     max_cache_tokens: int | None = None
-    """Cached tokens alive at once; None: no bound. A tree that needs more is run with less sharing."""
+    """Cached tokens alive at once; None: no bound. A tree that needs more shares less."""
     cut_overhead_tokens: int = 0
     """A cut that saves fewer tokens than this is not worth its extra forward and backward."""
 
@@ -132,8 +133,8 @@ def make_plan(
     Args:
         sequences: R integer arrays, see `build_forest`.
         budget: bounds of packs and caches.
-        mode: `auto` cuts where the budget asks for it; `fused` never cuts; `cut` cuts every edge below a
-            shared segment; `off` shares nothing (plain packed micro-batches).
+        mode: `auto` cuts where the budget asks for it; `fused` never cuts; `cut` cuts every edge
+            below a shared segment; `off` shares nothing (plain packed micro-batches).
         keys, min_shared_tokens: see `build_forest`.
     """
     if mode == "off":
@@ -199,8 +200,8 @@ def _choose_cuts(forest: PrefixForest, budget: PackBudget, mode: PlanMode) -> np
     cut = np.zeros(forest.num_segments, dtype=bool)
     if mode == "fused":
         return cut
-    # Bottom-up: where a segment and what is still attached below it exceed the limit, detach the heaviest
-    # children first. This minimises the number of pieces (Kundu and Misra, 1977).
+    # Bottom-up: where a segment and what is still attached below it exceed the limit, detach the
+    # heaviest children first. This minimises the number of pieces (Kundu and Misra, 1977).
     own = _own_weights(forest, budget)
     attached = own.copy()
     by_tokens = budget.max_tokens is not None
@@ -280,7 +281,7 @@ def _group_rounds(
 def _fill_bins(
     forest: PrefixForest, tops: list[int], members: dict[int, list[int]], budget: PackBudget
 ) -> list[tuple[int, ...]]:
-    """Put whole components into packs: in preorder, or first-fit decreasing where that needs fewer."""
+    """Put whole components into packs: in preorder, or first-fit decreasing if that is fewer."""
     if not tops:
         return []
     lengths = forest.lengths
@@ -350,7 +351,7 @@ def _roots_not_worth_it(forest: PrefixForest, plan: Plan, budget: PackBudget) ->
 
 
 def _separate_children(forest: PrefixForest, root: int, keys: list[Hashable]) -> None:
-    """Give the rollouts below each child of `root` a key of their own, so that none shares `root`."""
+    """Give the rollouts below each child of `root` a key of their own: none shares `root`."""
     for child in forest.children(root):
         for rollout in forest.rollouts_of(child).tolist():
             keys[rollout] = (keys[rollout], "below", child)

@@ -71,8 +71,8 @@ def _check_strategy(config: DictConfig, strategy: str) -> None:
     has_options = engine_config.get("_target_", "").startswith("prefixflow_verl.")
     if has_options and strategy == "fsdp":
         raise ValueError(
-            f"{ACTOR_STRATEGY_PATH}=fsdp is FSDP1, whose flat parameters cannot serve a delayed backward, "
-            f"but {engine_path} asks for prefix reuse: set {ACTOR_STRATEGY_PATH}={STRATEGY}"
+            f"{ACTOR_STRATEGY_PATH}=fsdp is FSDP1, whose flat parameters cannot serve a delayed "
+            f"backward, but {engine_path} asks for prefix reuse: set {ACTOR_STRATEGY_PATH}={STRATEGY}"
         )
     named_in_engine = engine_config.get("strategy") == STRATEGY
     if named_in_engine and not has_options:
@@ -83,7 +83,7 @@ def _check_strategy(config: DictConfig, strategy: str) -> None:
 
 
 def _check_reuse(config: DictConfig) -> None:
-    """Settings that prefix reuse cannot honour, unless the user chose to train without reuse then."""
+    """Settings that prefix reuse cannot honour, unless on_unsupported=fallback."""
     options = OmegaConf.select(config, OPTIONS_PATH) or {}
     if options.get("on_unsupported") == "fallback":
         return
@@ -95,9 +95,9 @@ def _check_reuse(config: DictConfig) -> None:
     factor = OmegaConf.select(config, f"{ACTOR_PATH}.loss_scale_factor")
     if mode == "seq-mean-token-sum-norm" and factor is None:
         raise ValueError(
-            f"{ACTOR_PATH}.loss_agg_mode={mode} without {ACTOR_PATH}.loss_scale_factor divides by the "
-            "longest response of each micro-batch, so the update depends on how rows are packed: set "
-            f"{ACTOR_PATH}.loss_scale_factor to data.max_response_length"
+            f"{ACTOR_PATH}.loss_agg_mode={mode} without {ACTOR_PATH}.loss_scale_factor divides "
+            "by the longest response of each micro-batch, so the update depends on how rows are "
+            f"packed: set {ACTOR_PATH}.loss_scale_factor to data.max_response_length"
         )
 
 

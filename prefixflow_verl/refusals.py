@@ -1,8 +1,9 @@
 """verl settings that prefix reuse cannot honour: one table, read by the driver and by every engine.
 
-The driver asks before Ray starts, with the composed config; an engine asks at construction, with the
-config objects it was given (other trainers than `main_ppo` build engines too). What depends on the model
-itself is in `model_hook.check_model`, what depends on the rows of a batch in `rollouts.check_rows`.
+The driver asks before Ray starts, with the composed config; an engine asks at construction, with
+the config objects it was given (other trainers than `main_ppo` build engines too). What depends on
+the model itself is in `model_hook.check_model`, what depends on the rows of a batch in
+`rollouts.check_rows`.
 """
 
 from __future__ import annotations

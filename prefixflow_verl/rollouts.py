@@ -1,8 +1,8 @@
-"""verl's TensorDict <-> rollout records: the one place where verl's keys become this package's words.
+"""verl's TensorDict <-> rollout records: where verl's keys become this package's words.
 
 verl hands an engine a TensorDict of B rows without padding: jagged `input_ids`, `position_ids`,
-`loss_mask`, and (for RL) `prompts`, `responses`, `response_mask`. Outputs are jagged over prompt + response
-and shifted by one: entry p of a row belongs to token p + 1.
+`loss_mask`, and (for RL) `prompts`, `responses`, `response_mask`. Outputs are jagged over prompt +
+response and shifted by one: entry p of a row belongs to token p + 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from prefixflow_verl.config import OPTIONS_PATH
 from prefixflow_verl.model_hook import UnsupportedModelError
 from prefixflow_verl.phases import CompletedRollouts
 
@@ -38,8 +39,8 @@ def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
 
     Args:
         data: B rows as the engine receives them.
-        loss_tokens_only: ask only for tokens that carry loss (training); otherwise for every response
-            token, which is what verl keeps of `compute_log_prob`.
+        loss_tokens_only: ask only for tokens that carry loss (training); otherwise for every
+            response token, which is what verl keeps of `compute_log_prob`.
 
     Raises:
         UnsupportedModelError: images, multi-dimensional or shifted positions.
@@ -54,7 +55,7 @@ def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
             wanted = np.zeros(len(tokens), dtype=bool)
             wanted[len(tokens) - _num_response_tokens(data, index, len(tokens)) :] = True
         predict.append(wanted[1:])
-    temperature = data["temperature"] if "temperature" in data.keys() else 1.0
+    temperature = tu.get(data, "temperature", default=1.0)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(torch.float64).cpu().numpy()
     # verl clamps temperatures the same way before it divides.
@@ -83,9 +84,9 @@ def check_rows(data: TensorDict) -> None:
         if inputs is not None and len(inputs):
             raise UnsupportedModelError(
                 "multimodal",
-                "the batch holds multi_modal_inputs (images, audio or video), which prefix reuse does not "
-                "support: use text-only data, or set "
-                "actor_rollout_ref.actor.fsdp_config.prefixflow.on_unsupported=fallback",
+                "the batch holds multi_modal_inputs (images, audio or video), which prefix reuse "
+                f"does not support: use text-only data, or set {OPTIONS_PATH}.on_unsupported="
+                "fallback",
             )
     position_ids = data["position_ids"]
     lengths = data["input_ids"].offsets().diff()
@@ -97,19 +98,20 @@ def check_rows(data: TensorDict) -> None:
     ):
         raise UnsupportedModelError(
             "position_ids",
-            "position_ids are not 0, 1, 2, ... in each row (multi-dimensional RoPE or shifted positions), so "
-            "equal tokens need not have equal keys: use plain text positions, or set "
-            "actor_rollout_ref.actor.fsdp_config.prefixflow.on_unsupported=fallback",
+            "position_ids are not 0, 1, 2, ... in each row (multi-dimensional RoPE or shifted "
+            "positions), so equal tokens need not have equal keys: use plain text positions, or "
+            f"set {OPTIONS_PATH}.on_unsupported=fallback",
         )
 
 
 def model_output_rows(
     rollouts: CompletedRollouts, batch: RolloutBatch, old_log_probs: Sequence[torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """verl's `model_output` of the completed rollouts: jagged `log_probs`, and `entropy` if there is one.
+    """verl's `model_output` of the completed rollouts: jagged `log_probs`, maybe `entropy`.
 
-    Positions without a prediction hold 0, or in the response `old_log_probs` (B rows over the response)
-    where given: a loss that masks late then sees a ratio of 1 there and never an overflow.
+    Positions without a prediction hold 0, or in the response `old_log_probs` (B rows over the
+    response) where given: a loss that masks late then sees a ratio of 1 there and never an
+    overflow.
     """
     lengths = [len(batch.token_ids[index]) for index in rollouts.rollout_ids]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -139,7 +141,7 @@ def model_output_rows(
 
 def response_rows(data: TensorDict, key: str) -> list[torch.Tensor] | None:
     """Rows of a response-aligned field, padding cut off; None if the field is absent."""
-    if key not in data.keys():
+    if key not in data:
         return None
     field = data[key]
     if field.is_nested:
@@ -150,7 +152,7 @@ def response_rows(data: TensorDict, key: str) -> list[torch.Tensor] | None:
 
 def _loss_masks(data: TensorDict, token_ids: list[np.ndarray]) -> list[np.ndarray]:
     """B bool arrays over prompt + response: tokens that carry loss."""
-    has_responses = "responses" in data.keys()
+    has_responses = "responses" in data
     rows = response_rows(data, "response_mask") if has_responses else data["loss_mask"].unbind()
     masks = []
     for row, tokens in zip(rows, token_ids, strict=True):
@@ -162,7 +164,7 @@ def _loss_masks(data: TensorDict, token_ids: list[np.ndarray]) -> list[np.ndarra
 
 
 def _num_response_tokens(data: TensorDict, index: int, num_tokens: int) -> int:
-    if "responses" not in data.keys():
+    if "responses" not in data:
         return num_tokens - 1
     responses = data["responses"]
     if responses.is_nested:

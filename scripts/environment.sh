@@ -4,7 +4,7 @@
 #
 #   PYTHON                  interpreter for a new environment; Python 3.11 (default: python3.11)
 #   PIP_EXTRA_INDEX_URL     where pip finds PyTorch's CPU build, if your index has only the CUDA
-#                           one: https://download.pytorch.org/whl/cpu
+#                           one: the address of PyTorch's CPU wheel index
 #
 # Installs .venv from constraints-cpu.txt, and again only after that file or pyproject.toml or
 # setup.cfg has changed.
@@ -35,7 +35,7 @@ echo "environment: installing into $environment (about 3 GB the first time)"
 
 if ! "$environment/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
     echo "error: pip installed PyTorch's CUDA build. Remove $environment and run again with" \
-        "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2
+        "PIP_EXTRA_INDEX_URL set to PyTorch's CPU wheel index" >&2
     exit 1
 fi
 echo "$wanted" > "$stamp"

@@ -1,6 +1,7 @@
 """Drives verl's real `TrainingWorker` for an engine, inside a process group that already exists.
 
-Used by the engine links of the proof chain; nothing here is mocked: real FSDP2 on gloo, verl's own loss.
+Used by the engine links of the proof chain; nothing here is mocked: real FSDP2 on gloo, verl's own
+loss.
 """
 
 from __future__ import annotations

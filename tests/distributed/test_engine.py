@@ -1,13 +1,15 @@
 """Engine link of the proof chain: `prefixflow` == verl's FSDP2 engine on the same TensorDict.
 
-Two real gloo ranks build both engines once; every scenario starts them from the same weights and a fresh
-AdamW, runs `infer_batch` and `train_batch` through verl's own worker, and reports the differences.
+Two real gloo ranks build both engines once; every scenario starts them from the same weights and a
+fresh AdamW, runs `infer_batch` and `train_batch` through verl's own worker, and reports the
+differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,17 +302,17 @@ def _compare(rank: int, world_size: int, path: str) -> dict[str, dict[str, Any]]
     results: dict[str, dict[str, Any]] = {}
     for name, make in SCENARIOS.items():
         scenario = make(torch.Generator().manual_seed(rank))
-        global_batch_size = 2 * len(scenario.rollouts)
         outputs, metrics, parameters = [], [], []
         for worker in (dense, ours):
-            extra = scenario.ours if worker is ours else {}
-
-            def rows(extra: dict[str, Any] = extra):
-                return make_rows(
-                    scenario.rollouts,
-                    **{"global_batch_size": global_batch_size, **scenario.rows, **extra},
-                )
-
+            rows = partial(
+                make_rows,
+                scenario.rollouts,
+                **{
+                    "global_batch_size": 2 * len(scenario.rollouts),
+                    **scenario.rows,
+                    **(scenario.ours if worker is ours else {}),
+                },
+            )
             _reset(worker, initial)
             set_loss(worker, **scenario.actor)
             output = worker.infer_batch(rows())

@@ -1,7 +1,7 @@
 """Engine link of the proof chain, over time and under verl's settings.
 
-Each study builds verl's FSDP2 engine and `prefixflow` with the same extra setting on two gloo ranks, copies
-the weights from one to the other, and compares several updates.
+Each study builds verl's FSDP2 engine and `prefixflow` with the same extra setting on two gloo
+ranks, copies the weights from one to the other, and compares several updates.
 """
 
 from __future__ import annotations

@@ -66,7 +66,11 @@ def test_values_and_gradients_fp64(case, with_entropy, chunk_rows, monkeypatch):
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_logits_err_no_more_than_twice_autograd(case, dtype):
-    """Against float64 on the same logits; values are wide, the gradient has the logits' dtype."""
+    """Against float64 on the same logits; values are wide, the gradient has the logits' dtype.
+
+    Log-prob and entropy are differences of numbers as large as the scaled logits, so rounding those
+    in float32 sets the floor.
+    """
     ours, naive = (run(f, case, dtype, True) for f in (log_probs_and_entropy, by_autograd))
 
     def exact(logits, *arguments, **settings):
@@ -74,10 +78,11 @@ def test_narrow_logits_err_no_more_than_twice_autograd(case, dtype):
 
     truth = run(exact, case, dtype, True)
     assert [value.dtype for value in ours] == [torch.float32, torch.float32, dtype]
-    floor = torch.finfo(torch.float32).eps
+    largest_score = 4 * 3 / CASES[case][1].min()
+    floor = torch.finfo(torch.float32).eps * largest_score
     for a, b, c in zip(ours, naive, truth, strict=True):
         our_error, error = ((x.double() - c.double()).abs().max() for x in (a, b))
-        assert our_error <= 2 * error + 8 * floor
+        assert our_error <= 2 * error + 2 * floor
 
 
 def test_chunks_cover_every_row(monkeypatch):

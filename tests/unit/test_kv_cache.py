@@ -36,6 +36,23 @@ def test_a_cache_is_stale_after_an_optimizer_step(optimizer):
     filled_cache(model).read(0, 0, 6)
 
 
+def test_the_step_of_another_model_changes_nothing():
+    cache = filled_cache(torch.nn.Linear(3, 2))
+    other = torch.nn.Linear(3, 2)
+    other(torch.ones(1, 3)).sum().backward()
+    torch.optim.AdamW(other.parameters(), fused=True).step()
+    cache.read(0, 0, 6)
+
+
+def test_watching_optimizers_ends_with_the_watcher():
+    hooks = torch.optim.optimizer._global_optimizer_post_hooks
+    before = len(hooks)
+    weights = WeightsVersion(torch.nn.Linear(3, 2).parameters())
+    assert len(hooks) == before + 1
+    del weights
+    assert len(hooks) == before
+
+
 def test_a_cache_is_stale_after_a_checkpoint_load():
     model = torch.nn.Linear(3, 2)
     cache = filled_cache(model)
@@ -49,7 +66,7 @@ def test_a_cache_is_stale_after_a_checkpoint_load():
 def test_a_step_in_the_middle_of_backward_raises(when, checkpointing):
     model = tiny_model(num_layers=2, checkpointing=checkpointing)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    flow = PrefixFlow(model, max_tokens_per_pack=24)
+    flow = PrefixFlow(model, max_tokens_per_pack=8)
     calls = []
 
     def loss(rollouts):

@@ -1,0 +1,363 @@
+"""The command line `prefixflow`: parses options, prints results.
+
+The work is done in `doctor`, `verify` and `lengths`. They are imported when a command runs, so that
+`prefixflow plan` needs neither torch nor verl, and `prefixflow doctor` can report that they are
+missing. Exit status: 0 good, 1 the check failed, 2 the command cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PrefixFlowOptions
+
+if TYPE_CHECKING:
+    from prefixflow_verl.accounting import ModelShape
+    from prefixflow_verl.lengths import GroupLengths, PlanCost
+    from prefixflow_verl.verify import Verification
+
+NUM_WORST_PARAMETERS = 10
+"""Parameters that `prefixflow verify` prints; `--json` has all of them."""
+
+DEFAULT_SHAPE = {
+    "num_layers": 36,
+    "hidden": 4096,
+    "intermediate": 12288,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 151936,
+}
+"""Sizes of Qwen3-8B, for `prefixflow plan` without `--model`."""
+
+DtypeName = Literal["float32", "float64", "bfloat16"]
+BackendName = Literal[ATTENTION_BACKENDS]
+PlanName = Literal[PLANS]
+DEFAULTS = PrefixFlowOptions()
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+app = typer.Typer(
+    name="prefixflow",
+    help="Exact shared-prefix reuse for GRPO training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of a model to check as well.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that training with strategy `prefixflow` would work here; exit status 1 if not."""
+    from prefixflow_verl.doctor import diagnose
+
+    findings = diagnose(model)
+    num_errors = sum(finding.level == "error" for finding in findings)
+    if as_json:
+        record = {"ok": num_errors == 0, "findings": [dataclasses.asdict(f) for f in findings]}
+        print(json.dumps(record, indent=2))
+    else:
+        table = _table("check", "", "found", "remedy")
+        for finding in findings:
+            table.add_row(finding.check, finding.level, finding.detail, finding.remedy)
+        console = _console()
+        console.print(table)
+        console.print("ready" if not num_errors else f"not ready: {num_errors} errors")
+    raise typer.Exit(1 if num_errors else 0)
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of the model. Default: a tiny random Qwen3.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the shared prompt.")] = 64,
+    response: Annotated[
+        int, typer.Option(min=1, help="Tokens of a shared turn and of the longest response.")
+    ] = 16,
+    group: Annotated[
+        int, typer.Option(min=1, help="Responses below each last-level shared segment.")
+    ] = 4,
+    depth: Annotated[
+        int, typer.Option(min=1, help="Levels of sharing: the prompt, then turns of two branches.")
+    ] = 1,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the parameters.")] = "float32",
+    token_budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per pack. Default: a plan without cuts and one all cut."),
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing.")
+    ] = False,
+    attention_backend: Annotated[
+        BackendName, typer.Option(help="Kernel of the segment attention.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens, loss and random weights.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare reuse with full-sequence training of a model; exit status 1 if they differ."""
+    try:
+        from prefixflow_verl.model_hook import UnsupportedModelError
+        from prefixflow_verl.verify import ModelPathError, Workload
+        from prefixflow_verl.verify import verify as run
+    except ModuleNotFoundError as error:
+        _fail(f"{error}: prefixflow doctor says what to install")
+    try:
+        verification = run(
+            model_path=model,
+            workload=Workload(prompt=prompt, response=response, group=group, depth=depth),
+            dtype=dtype,
+            token_budget=token_budget,
+            checkpointing=checkpointing,
+            attention_backend=attention_backend,
+            seed=seed,
+        )
+    except (ModelPathError, UnsupportedModelError) as error:
+        _fail(f"--model: {error}")
+    except ValueError as error:  # its message names the option
+        _fail(str(error))
+    if as_json:
+        print(json.dumps(verification.as_record(), indent=2))
+    else:
+        _print_verification(verification)
+    raise typer.Exit(0 if verification.ok else 1)
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines such as {"prompt": 120, "responses": [30, 40]}.'),
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
+    response: Annotated[int | None, typer.Option(min=1, help="Tokens of each response.")] = None,
+    group: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, without --lengths.")] = 1,
+    token_budget: Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")] = 16384,
+    max_cache_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of keys, values and gradients alive at once.")
+    ] = None,
+    mode: Annotated[PlanName, typer.Option(help="How shared prefixes are laid out.")] = "auto",
+    min_shared_tokens: Annotated[
+        int, typer.Option(min=1, help="Shortest run of tokens worth sharing.")
+    ] = DEFAULTS.min_shared_tokens,
+    checkpointing: Annotated[
+        bool,
+        typer.Option("--checkpointing/--no-checkpointing", help="Count activation checkpointing."),
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory whose config.json has the model's sizes.")
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(help="Sizes that replace the model's, e.g. num_layers=48,hidden=5120."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print how rollouts of given lengths would be laid out, and what that costs. Needs no torch.
+
+    Without --model the sizes are those of Qwen3-8B. Cached keys and values count 2 bytes, their
+    gradients 4.
+    """
+    from prefixflow_verl.lengths import estimate
+    from prefixflow_verl.plan import PackBudget
+
+    groups = _read_groups(lengths, prompt, response, group, prompts)
+    shape = _read_shape(model, model_shape)
+    max_cache_tokens = None
+    if max_cache_bytes is not None:
+        per_token = shape.cache_bytes_per_token(element_bytes=2, gradient_bytes=4)
+        max_cache_tokens = max(1, max_cache_bytes // per_token)
+    forest, pack_plan, cost = estimate(
+        groups,
+        shape,
+        PackBudget(
+            max_tokens=token_budget,
+            max_cache_tokens=max_cache_tokens,
+            cut_overhead_tokens=DEFAULTS.cut_overhead_tokens,
+        ),
+        mode=mode,
+        min_shared_tokens=min_shared_tokens,
+        checkpointing=checkpointing,
+    )
+    if as_json:
+        record = {
+            **dataclasses.asdict(cost),
+            "reuse_ratio": cost.reuse_ratio,
+            "ideal_speedup": cost.ideal_speedup,
+            "ideal_speedup_over_response_logits": cost.ideal_speedup_over_response_logits,
+            "num_rollouts": forest.num_rollouts,
+            "num_dissolved_trees": pack_plan.num_dissolved_trees,
+            "model_shape": dataclasses.asdict(shape),
+            "rounds": [dataclasses.asdict(round_) for round_ in pack_plan.rounds],
+            "packs": [
+                {
+                    "is_head": pack.is_head,
+                    "level": pack.level,
+                    "num_segments": len(pack.segments),
+                    "num_tokens": int(forest.lengths[list(pack.segments)].sum()),
+                }
+                for pack in pack_plan.packs
+            ],
+        }
+        print(json.dumps(record, indent=2))
+        return
+    print(pack_plan.describe(forest))
+    _print_cost(cost)
+
+
+def _read_groups(
+    lengths: Path | None,
+    prompt: int | None,
+    response: int | None,
+    group: int | None,
+    prompts: int,
+) -> list[GroupLengths]:
+    from prefixflow_verl.lengths import GroupLengths, read_groups
+
+    sizes = {"--prompt": prompt, "--response": response, "--group": group}
+    if lengths is not None:
+        given = [name for name, value in sizes.items() if value is not None]
+        if given:
+            _fail(f"{given[0]} contradicts --lengths: leave one of them out")
+        try:
+            return read_groups(lengths)
+        except OSError as error:
+            _fail(f"--lengths={lengths} cannot be read ({error.strerror}): name a JSON-lines file")
+        except ValueError as error:
+            _fail(f"--lengths: {error}")
+    missing = [name for name, value in sizes.items() if value is None]
+    if missing:
+        _fail(f"{missing[0]} is missing: give --lengths, or --prompt, --response and --group")
+    return [GroupLengths(prompt=prompt, responses=(response,) * group)] * prompts
+
+
+def _read_shape(model: Path | None, replacements: str | None) -> ModelShape:
+    from prefixflow_verl.accounting import ModelShape
+
+    sizes = DEFAULT_SHAPE
+    if model is not None:
+        config_path = model / "config.json"
+        try:
+            config = SimpleNamespace(**json.loads(config_path.read_text(encoding="utf-8")))
+            sizes = dataclasses.asdict(ModelShape.from_config(config))
+        except OSError as error:
+            _fail(f"--model: {config_path} cannot be read ({error.strerror}): name a model")
+        except (ValueError, TypeError) as error:
+            _fail(f"--model: {config_path} is not a model's config ({error})")
+        except AttributeError as error:
+            _fail(f"--model: {config_path} has no {error.name}: give the sizes with --model-shape")
+    for item in replacements.split(",") if replacements else ():
+        name, _, value = item.partition("=")
+        if name not in DEFAULT_SHAPE:
+            _fail(f"--model-shape: {name!r} is not one of {', '.join(DEFAULT_SHAPE)}")
+        if not value.isdecimal() or int(value) < 1:
+            _fail(f"--model-shape: {name}={value} must be an integer of 1 or more")
+        sizes = {**sizes, name: int(value)}
+    return ModelShape(**sizes)
+
+
+def _print_cost(cost: PlanCost) -> None:
+    table = _table("one update", "FLOPs", "ideal speed-up of reuse")
+    table.add_row("dense", _si(cost.dense_flops), f"{cost.ideal_speedup:.2f}x")
+    table.add_row(
+        "dense, LM head on responses only",
+        _si(cost.dense_response_logits_flops),
+        f"{cost.ideal_speedup_over_response_logits:.2f}x",
+    )
+    table.add_row("reuse", _si(cost.reuse_flops), "")
+    console = _console()
+    console.print(table)
+    console.print(f"KV cache of keys, values and gradients: {_si(cost.max_cache_bytes)}B at most")
+
+
+def _print_verification(verification: Verification) -> None:
+    plans = verification.plans
+    stats = plans[0].stats
+    console = _console()
+    console.print(
+        f"{verification.model}, {verification.dtype} on {verification.device}, "
+        f"attention backend {verification.attention_backend}"
+    )
+    table = _table("reuse against full sequences", *(plan.name for plan in plans), "limit")
+    for label, read in (
+        ("logical tokens", lambda plan: str(plan.stats.logical_tokens)),
+        ("executed tokens", lambda plan: str(plan.stats.executed_tokens)),
+        ("reuse ratio", lambda plan: f"{plan.stats.reuse_ratio:.2f}x"),
+        ("packs", lambda plan: str(plan.stats.num_packs)),
+        ("cut edges", lambda plan: str(plan.stats.num_cut_edges)),
+        ("KV cache", lambda plan: f"{_si(plan.stats.max_cache_bytes)}B"),
+    ):
+        table.add_row(label, *(read(plan) for plan in plans), "")
+    for label, name in (
+        ("log-prob error, largest, nats", "max_abs_logprob_error"),
+        ("entropy error, largest, nats", "max_abs_entropy_error"),
+        ("loss error", "loss_error"),
+        ("gradient error, all parameters, relative", "total_rel_grad_error"),
+        ("gradient error, worst parameter, relative", "max_rel_grad_error"),
+    ):
+        errors = [f"{plan.errors.figures[name]:.1e}" for plan in plans]
+        table.add_row(label, *errors, f"{plans[0].limits[name]:.1e}")
+    console.print(table)
+    worst = sorted(
+        plans[0].errors.by_parameter,
+        key=lambda name: -max(plan.errors.by_parameter[name] for plan in plans),
+    )[:NUM_WORST_PARAMETERS]
+    table = _table("parameters with the largest relative error", *(plan.name for plan in plans))
+    for name in worst:
+        table.add_row(name, *(f"{plan.errors.by_parameter[name]:.1e}" for plan in plans))
+    console.print(table)
+    console.print(
+        "relative to the parameter's own gradient norm, or to 1e-3 of the whole gradient's norm "
+        "where that is larger"
+    )
+    if verification.ok:
+        console.print(f"ok: {stats.num_rollouts} rollouts, the same update")
+    else:
+        console.print("FAILED: an error is beyond its limit")
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, soft_wrap=False)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.ASCII, header_style="")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _si(value: float) -> str:
+    """`value` with a decimal unit prefix, e.g. 1.25 G."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def _fail(message: Any) -> NoReturn:
+    """End with one sentence on stderr and exit status 2."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
