@@ -76,12 +76,13 @@ def doctor(
         record = {"ok": num_errors == 0, "findings": [dataclasses.asdict(f) for f in findings]}
         print(json.dumps(record, indent=2))
     else:
-        table = _table("check", "", "found", "remedy")
+        table = _table("check", "", "found, and what to do")
         for finding in findings:
-            table.add_row(finding.check, finding.level, finding.detail, finding.remedy)
+            remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+            table.add_row(finding.check, finding.level, finding.detail + remedy)
         console = _console()
         console.print(table)
-        console.print("ready" if not num_errors else f"not ready: {num_errors} errors")
+        console.print("ready" if not num_errors else f"not ready, errors: {num_errors}")
     raise typer.Exit(1 if num_errors else 0)
 
 

@@ -8,7 +8,8 @@ The delayed backward of the head pack then takes the accumulated gradients as it
 Keys and values are functions of the weights. After an optimizer step they are wrong, and nothing
 else would notice: losses stay finite. `WeightsVersion` therefore counts in-place writes to the
 parameters through PyTorch's own version counters, and every read compares. Fused optimizers write
-without touching those counters, so steps of an optimizer that holds one of the parameters count too.
+without touching those counters, so a step of an optimizer that holds one of the parameters counts
+too.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ shares no code with the rest of the package. Both sides see the same rollouts, t
 same weights.
 
 [Note: relative error of a gradient]
-The error of a parameter is `|ours - truth| / max(|truth|, floor)` in 2-norms. Some gradients are
-zero in exact arithmetic (a key bias: softmax ignores what all keys share), and there truth is
-rounding noise, so dividing by it says nothing. The floor is 1e-3 of the norm of the whole gradient:
-a parameter below it is judged by what its error does to the update.
+The error of a parameter is `|ours - truth| / max(|truth|, floor)` in 2-norms. Where the true
+gradient is zero or nearly so (an expert that no token reaches, a bias that softmax cancels), truth
+is rounding noise and dividing by it says nothing. The floor is 1e-3 of the norm of the whole
+gradient: a parameter below it is judged by what its error does to the update.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ def dense_backward(
     """Accumulate gradients of `sum_i loss(i, log_probs_i, entropies_i)`; returns the sum."""
     total = 0.0
     for index, sequence in enumerate(sequences):
+        if len(sequence) == 1:
+            continue  # one token predicts nothing
         temperature = 1.0 if temperatures is None else temperatures[index]
         value = loss(index, *dense_log_probs(model, sequence, temperature))
         value.backward()
@@ -90,7 +92,9 @@ def dense_backward(
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter's gradient; zeros where there is none."""
     return {
-        name: (parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).clone()
+        name: (
+            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        ).clone()
         for name, parameter in model.named_parameters()
     }
 

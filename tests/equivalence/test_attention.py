@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.reference import masked_attention, nested_rollouts
 
 from prefixflow_verl.attention import (
     BACKENDS,
@@ -27,6 +26,7 @@ from prefixflow_verl.forest import PrefixForest, build_forest
 from prefixflow_verl.kv_cache import PackCache, WeightsVersion
 from prefixflow_verl.packing import Packer
 from prefixflow_verl.plan import PackBudget, Plan, plan_cuts
+from tests.reference import masked_attention, nested_rollouts
 
 CPU = torch.device("cpu")
 backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
@@ -147,7 +147,9 @@ def test_heads_and_dimensions_fp64(backend, cut, dim, heads):
 @backends
 @settings(max_examples=60)
 @given(
-    sequences=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=10), min_size=1, max_size=7),
+    sequences=st.lists(
+        st.lists(st.integers(0, 1), min_size=2, max_size=10), min_size=1, max_size=7
+    ),
     cut=st.lists(st.booleans(), min_size=100, max_size=100),
     max_tokens=st.integers(1, 40),
     heads=st.sampled_from([(2, 2), (2, 1), (4, 2)]),

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from tests.reference import tiny_model
 
 from prefixflow_verl.accounting import (
     Flops,
@@ -13,6 +12,7 @@ from prefixflow_verl.accounting import (
     span_flops,
 )
 from prefixflow_verl.forest import build_forest
+from tests.reference import tiny_model
 
 SMALL = ModelShape(
     num_layers=2, hidden=8, intermediate=16, num_heads=2, num_kv_heads=1, head_dim=4, vocab=32

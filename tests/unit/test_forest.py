@@ -46,9 +46,7 @@ def test_every_distinct_prefix_is_one_executed_token(sequences):
 
 @given(rollouts, st.integers(1, 5), st.data())
 def test_a_path_spells_its_rollout(sequences, min_shared_tokens, data):
-    keys = data.draw(
-        st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences))
-    )
+    keys = data.draw(st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences)))
     sequences = arrays(sequences)
     forest = build_forest(sequences, keys=keys, min_shared_tokens=min_shared_tokens)
     for rollout, segment in enumerate(forest.end_segment.tolist()):

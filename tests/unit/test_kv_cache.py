@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tests.reference import dense_log_probs, nested_rollouts, tiny_model
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from prefixflow_verl import PrefixFlow, StaleCacheError
 from prefixflow_verl.kv_cache import PackCache, WeightsVersion
+from tests.reference import dense_log_probs, nested_rollouts, tiny_model
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -45,7 +46,6 @@ def test_the_step_of_another_model_changes_nothing():
 
 
 def test_watching_optimizers_ends_with_the_watcher():
-    hooks = torch.optim.optimizer._global_optimizer_post_hooks
     before = len(hooks)
     weights = WeightsVersion(torch.nn.Linear(3, 2).parameters())
     assert len(hooks) == before + 1
@@ -65,7 +65,7 @@ def test_a_cache_is_stale_after_a_checkpoint_load():
 @pytest.mark.parametrize("when", ["a rollout ends in a head pack", "a leaf pack", "the last pack"])
 def test_a_step_in_the_middle_of_backward_raises(when, checkpointing):
     model = tiny_model(num_layers=2, checkpointing=checkpointing)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     flow = PrefixFlow(model, max_tokens_per_pack=8)
     calls = []
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.reference import VOCAB, dense_log_probs, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -13,6 +12,7 @@ from transformers import (
 
 from prefixflow_verl import PrefixFlow, UnsupportedModelError, check_model
 from prefixflow_verl.model_hook import ATTENTION_NAME, pretrained_model, routed
+from tests.reference import VOCAB, dense_log_probs, tiny_model
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -155,7 +155,7 @@ def test_rope_that_depends_on_position_alone_passes(rope_type):
 def test_a_window_shorter_than_a_rollout_is_refused_when_it_is_met():
     model = tiny_model("mistral", num_layers=1, sliding_window=12)
     flow = PrefixFlow(model)
-    fits = torch.arange(13)
+    fits = torch.arange(12)
     torch.testing.assert_close(flow.log_probs([fits])[0], dense_log_probs(model, fits)[0].detach())
     with pytest.raises(UnsupportedModelError, match="sliding_window=12") as error:
         flow.log_probs([torch.arange(14)])

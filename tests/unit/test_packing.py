@@ -9,9 +9,7 @@ from prefixflow_verl.forest import build_forest
 from prefixflow_verl.packing import IN_PACK, Packer
 from prefixflow_verl.plan import PackBudget, make_plan, plan_cuts
 
-rollouts = st.lists(
-    st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8
-)
+rollouts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)
 BUDGET = PackBudget(max_tokens=1000)
 
 
@@ -76,9 +74,7 @@ def test_every_wanted_prediction_reaches_its_rollout(sequences, data):
         for s in sequences
     ]
     temperatures = [data.draw(st.sampled_from([0.5, 1.0])) for _ in sequences]
-    layouts = Packer(
-        sequences, forest, plan, predict=predict, temperatures=temperatures
-    ).layouts
+    layouts = Packer(sequences, forest, plan, predict=predict, temperatures=temperatures).layouts
     completed = [c for layout in layouts for c in layout.completions]
     assert sorted(c.rollout for c in completed) == [
         r for r, sequence in enumerate(sequences) if len(sequence) > 1

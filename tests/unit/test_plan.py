@@ -187,8 +187,7 @@ def test_trees_at_the_bound_are_kept(budget):
 def test_dissolving_a_root_keeps_what_is_shared_below_it():
     # One system token, two prompts of 20: the root saves one token, the prompts 20 each.
     sequences = [
-        np.concatenate([[7], row])
-        for row in (*group(20, 5, 5, first=1), *group(20, 5, 5, first=2))
+        np.concatenate([[7], row]) for row in (*group(20, 5, 5, first=1), *group(20, 5, 5, first=2))
     ]
     forest, plan = make_plan(sequences, PackBudget(max_tokens=24, cut_overhead_tokens=5))
     assert plan.num_dissolved_trees == 1

@@ -1,0 +1,179 @@
+"""Memory side of the phases link: nothing of a pack stays alive once its backward has run.
+
+Live graphs are counted from outside: autograd asks a hook for a handle whenever it saves a tensor, and
+drops the handle with the graph. Layer outputs are watched through weak references, which also see what
+activation checkpointing keeps; segment contexts are counted among the garbage collector's objects.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from prefixflow_verl.attention import BACKENDS, SegmentContext
+from prefixflow_verl.phases import PhaseRunner, pack_sequences
+from prefixflow_verl.plan import PackBudget
+from tests.reference import VOCAB, nested_rollouts, rollout_loss, sum_losses, tiny_model
+
+checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+
+
+class Handle:
+    """Stands for one tensor saved in a graph."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def num_contexts() -> int:
+    return sum(type(thing) is SegmentContext for thing in gc.get_objects())
+
+
+@dataclass
+class Live:
+    """What is alive of all graphs made under `watching`."""
+
+    saved: list[weakref.ref] = field(default_factory=list)
+    outputs: list[weakref.ref] = field(default_factory=list)
+    num_earlier_contexts: int = field(default_factory=num_contexts)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Tensors saved in graphs, outputs of layers, segment contexts."""
+        return (
+            sum(reference() is not None for reference in self.saved),
+            sum(reference() is not None for reference in self.outputs),
+            num_contexts() - self.num_earlier_contexts,
+        )
+
+
+@contextmanager
+def watching(model: torch.nn.Module) -> Iterator[Live]:
+    """Watch every graph made inside, with the garbage collector off: cycles would stay."""
+    gc.collect()
+    live = Live()
+
+    def save(tensor: torch.Tensor) -> Handle:
+        handle = Handle(tensor)
+        live.saved.append(weakref.ref(handle))
+        return handle
+
+    def watch_output(module, arguments, output) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor):
+                live.outputs.append(weakref.ref(tensor))
+
+    handles = [module.register_forward_hook(watch_output) for module in model.modules()]
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda handle: handle.tensor):
+            yield live
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
+
+
+def equal_groups(num_groups: int, prompt: int, num_responses: int, response: int):
+    """Rollouts of groups that look alike in everything but their tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for first in range(num_groups):
+        tokens = torch.randint(0, VOCAB, (prompt,), generator=generator)
+        for second in range(num_responses):
+            own = torch.randint(0, VOCAB, (response,), generator=generator)
+            tokens[0], own[0] = first, second
+            sequences.append(torch.cat([tokens, own]))
+    return sequences
+
+
+def run_and_count(model, sequences, budget: PackBudget, mode: str, with_entropy: bool = True):
+    """What is alive whenever the loss of a pack is asked for, and after everything has run."""
+    batch = pack_sequences([row.numpy() for row in sequences], budget, mode=mode)
+    runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
+    loss = sum_losses(rollout_loss(len(sequences)))
+    counts, kept = [], []
+    with watching(model) as live:
+
+        def counting_loss(rollouts) -> torch.Tensor:
+            assert all(reference() is None for reference in kept), "outputs of an earlier pack"
+            kept[:] = [weakref.ref(row) for row in rollouts.log_probs]
+            counts.append(live.counts())
+            return loss(rollouts)
+
+        stats = runner.backward(batch, counting_loss, with_entropy=with_entropy)
+        after = live.counts()
+    assert counts and counts[0][1] and counts[0][2], "the watch sees graphs"
+    return counts, after, stats
+
+
+@checkpointing
+@pytest.mark.parametrize("mode", ["auto", "fused", "cut", "off"])
+def test_nothing_survives_a_run(mode, checkpointing):
+    """Reference cycles included: the garbage collector is off."""
+    model = tiny_model(num_layers=2, checkpointing=checkpointing)
+    counts, after, _ = run_and_count(model, nested_rollouts(), PackBudget(max_tokens=30), mode)
+    assert after == (0, 0, 0)
+
+
+@checkpointing
+@pytest.mark.parametrize("mode", ["fused", "off"])
+def test_every_pack_without_cuts_finds_the_same_memory(mode, checkpointing):
+    """Packs of one shape: what is alive while the loss of one is computed never grows."""
+    sequences = equal_groups(5, prompt=12, num_responses=3, response=6)
+    size = 12 + 3 * 5 if mode == "fused" else 17
+    model = tiny_model(num_layers=2, checkpointing=checkpointing)
+    counts, after, stats = run_and_count(model, sequences, PackBudget(max_tokens=size), mode)
+    assert len(counts) == stats.num_packs == (5 if mode == "fused" else 15)
+    assert len(set(counts)) == 1
+    assert after == (0, 0, 0)
+
+
+@checkpointing
+def test_leaves_leave_only_heads_alive(checkpointing):
+    """Rounds of one prompt and four equal leaves: heads of one round and one leaf, never more."""
+    num_groups, num_leaves = 3, 4
+    sequences = equal_groups(num_groups, prompt=12, num_responses=num_leaves, response=13)
+    model = tiny_model(num_layers=2, checkpointing=checkpointing)
+    counts, after, stats = run_and_count(model, sequences, PackBudget(max_tokens=12), "auto")
+    assert stats.num_packs == num_groups * (1 + num_leaves)
+    assert stats.num_cut_edges == num_groups * num_leaves
+    assert len(counts) == num_groups * num_leaves
+    assert {contexts for _, _, contexts in counts} == {2}
+    assert len(set(counts)) == 1, "no growth over leaves, nor over rounds"
+    assert after == (0, 0, 0)
+
+
+@checkpointing
+def test_a_failed_loss_leaves_nothing_alive_but_its_traceback(checkpointing):
+    model = tiny_model(num_layers=2, checkpointing=checkpointing)
+    batch = pack_sequences(
+        [row.numpy() for row in nested_rollouts()], PackBudget(max_tokens=30), mode="cut"
+    )
+    runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
+
+    def broken(rollouts):
+        raise KeyError("the user's own mistake")
+
+    with watching(model) as live:
+        try:
+            runner.backward(batch, broken)
+        except KeyError as error:
+            error.__traceback__ = None
+        assert live.counts() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "cut"])
+def test_forward_makes_no_graph(mode):
+    model = tiny_model(num_layers=2)
+    batch = pack_sequences(
+        [row.numpy() for row in nested_rollouts()], PackBudget(max_tokens=30), mode=mode
+    )
+    runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
+    with watching(model) as live:
+        runner.forward(batch, lambda rollouts: None)
+        assert live.counts() == (0, 0, 0)
+    assert not live.saved
