@@ -223,6 +223,11 @@ def plan(
         print(json.dumps(record, indent=2))
         return
     print(pack_plan.describe(forest))
+    if pack_plan.num_dissolved_trees:
+        print(
+            f"  trees run without sharing: {pack_plan.num_dissolved_trees} (a cut has to save "
+            f"{DEFAULTS.cut_overhead_tokens} tokens and to fit --max-cache-bytes)"
+        )
     _print_cost(cost)
 
 

@@ -8,8 +8,8 @@ With z = logits / temperature and p = softmax(z):
     H        = lse(z) - sum_v p_v z_v  dH / dz_v         = -p_v (log p_v + H)
 
 Only the logits and three numbers per row are saved; softmax is rebuilt in row chunks. lse(z) is
-kept as max z and the logarithm of the sum after subtracting it: the differences above are then those
-of small numbers, where lse(z) is as large as the logits and its rounding would show.
+kept as max z and the logarithm of the sum after subtracting it: the differences above are then
+those of small numbers, where lse(z) is as large as the logits and its rounding would show.
 """
 
 from __future__ import annotations

@@ -169,6 +169,7 @@ class PhaseRunner:
     forward_context: Callable[[], AbstractContextManager] = nullcontext
     _caches: dict[int, PackCache] = field(default_factory=dict, init=False)
     _twins: dict[int, _PackRun] = field(default_factory=dict, init=False)
+    _captured: list[dict] = field(default_factory=list, init=False)
     _max_cache_bytes: int = field(default=0, init=False)
     _with_entropy: bool = field(default=False, init=False)
 
@@ -246,6 +247,9 @@ class PhaseRunner:
         finally:
             self._caches.clear()
             self._twins.clear()
+            for captured in self._captured:
+                captured.clear()
+            self._captured.clear()
         num_agreed = sum(heads + leaves for heads, leaves in agreed)
         return RunStats(
             logical_tokens=batch.forest.logical_tokens,
@@ -278,6 +282,8 @@ class PhaseRunner:
         reads = {part.pack for part in layout.cross_parts if part.pack in self._caches}
         is_cached = index is not None and batch.plan.packs[index].is_head
         captured = {} if is_cached else None
+        if captured is not None:
+            self._captured.append(captured)
         context = SegmentContext(
             layout=layout,
             backend=self.backend,
@@ -381,7 +387,7 @@ class PhaseRunner:
         if roots:
             torch.autograd.backward(roots, gradients)
         if run.captured:
-            # The graph holds the context, the context holds K and V, K and V hold the graph.
+            # Break the cycle: the graph holds the context, the context K and V, K and V the graph.
             run.captured.clear()
 
     @contextmanager

@@ -72,7 +72,8 @@ def _check_strategy(config: DictConfig, strategy: str) -> None:
     if has_options and strategy == "fsdp":
         raise ValueError(
             f"{ACTOR_STRATEGY_PATH}=fsdp is FSDP1, whose flat parameters cannot serve a delayed "
-            f"backward, but {engine_path} asks for prefix reuse: set {ACTOR_STRATEGY_PATH}={STRATEGY}"
+            f"backward, but {engine_path} asks for prefix reuse: set "
+            f"{ACTOR_STRATEGY_PATH}={STRATEGY}"
         )
     named_in_engine = engine_config.get("strategy") == STRATEGY
     if named_in_engine and not has_options:

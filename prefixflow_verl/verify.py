@@ -406,9 +406,7 @@ def _train_with_reuse(
     entropies: dict[int, torch.Tensor] = {}
 
     def pack_loss(rollouts: CompletedRollouts) -> torch.Tensor:
-        rows = list(
-            zip(rollouts.rollout_ids, rollouts.log_probs, rollouts.entropies, strict=True)
-        )
+        rows = list(zip(rollouts.rollout_ids, rollouts.log_probs, rollouts.entropies, strict=True))
         log_probs.update({rollout: values.detach() for rollout, values, _ in rows})
         entropies.update({rollout: values.detach() for rollout, _, values in rows})
         return torch.stack([loss(*row) for row in rows]).sum()

@@ -1,7 +1,8 @@
-"""Phases under real FSDP2: gradients == the mean over ranks of dense gradients, whatever each rank has.
+"""Phases under real FSDP2: gradients == the mean over ranks of dense gradients, whatever each rank
+has.
 
-Two gloo ranks run every case in one spawn. A rank that runs one forward or backward more than the other
-hangs there, so finishing is part of the proof; collectives are counted besides.
+Two gloo ranks run every case in one spawn. A rank that runs one forward or backward more than the
+other hangs there, so finishing is part of the proof; collectives are counted besides.
 """
 
 from collections import Counter

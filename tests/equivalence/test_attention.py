@@ -1,8 +1,9 @@
-"""Attention link of the proof chain: segment attention == dense masked attention, gradients included.
+"""Attention link of the proof chain: segment attention == dense masked attention, gradients
+included.
 
-The truth is one softmax over all tokens of a forest with an ancestor mask. Its keys come twice, once for
-queries of the same pack and once for queries of others, so that autograd separates the gradients that must
-arrive in a pack from those that must arrive in its cache.
+The truth is one softmax over all tokens of a forest with an ancestor mask. Its keys come twice,
+once for queries of the same pack and once for queries of others, so that autograd separates the
+gradients that must arrive in a pack from those that must arrive in its cache.
 
 Shape legend: N query heads, M key heads, T tokens of the forest, D head dimension.
 """
@@ -88,7 +89,8 @@ def random_inputs(tree: Planned, heads: tuple[int, int], dim: int, dtype=torch.f
 
 
 def by_packs(tree: Planned, backend: str, q, k, v, dout, gradient_dtype=None):
-    """out, dq, gradients of k and v inside their packs, and those in the caches; each over T tokens."""
+    """out, dq, gradients of k and v inside their packs, and those in the caches; each over T
+    tokens."""
     caches, runs = {}, []
     for index, layout in enumerate(tree.layouts):
         row = [x[:, :, tree.tokens[index]].requires_grad_() for x in (q, k, v)]

@@ -1,4 +1,5 @@
-"""Loss-input link of the proof chain: log-probs and entropies == torch log_softmax under autograd."""
+"""Loss-input link of the proof chain: log-probs and entropies == torch log_softmax under
+autograd."""
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_a_certain_token():
 
 
 def test_a_likely_token_keeps_its_small_gradient_in_bf16():
-    """At p = 0.999 the target's logit has a gradient of 1 - p, which bfloat16(1) - bfloat16(p) loses."""
+    """At p = 0.999 the target's logit has a gradient of 1 - p, which bfloat16(1) - bfloat16(p)
+    loses."""
     logits = torch.zeros(1, 2, dtype=torch.bfloat16)
     logits[0, 0] = 7.0
     logits.requires_grad_()

@@ -19,6 +19,11 @@ from tests.reference import tiny_model
 SMALL = ("--prompt", "24", "--response", "6", "--group", "3")
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, ["verify", *(str(argument) for argument in arguments)])
 

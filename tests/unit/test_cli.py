@@ -13,9 +13,9 @@ ONES = "num_layers=1,hidden=1,intermediate=1,num_heads=1,num_kv_heads=1,head_dim
 """A model in which every size is 1, so that costs can be counted by hand."""
 
 TWO_ROLLOUTS = ("--prompt", "100", "--response", "50", "--group", "2")
-TIGHT = ("--prompt", "50", "--response", "41", "--group", "4", "--prompts", "4")
-TIGHT = (*TIGHT, "--token-budget", "120", "--model-shape", ONES)
-"""Four trees of 50 + 4 * 40 tokens that have to be cut, two prompts to a pack."""
+FOUR_TREES = ("--prompt", "500", "--response", "401", "--group", "4", "--prompts", "4")
+TIGHT = (*FOUR_TREES, "--token-budget", "1200", "--model-shape", ONES)
+"""Four trees of 500 + 4 * 400 tokens that have to be cut, two prompts to a pack."""
 
 CACHED_TOKEN_BYTES = 2 * (2 + 4)
 """Key and value and their gradients, in that model."""
@@ -69,15 +69,21 @@ def test_plan_token_budget_cuts():
     record = plan(*TIGHT)
     assert record["num_cut_edges"] == 16
     assert len(record["rounds"]) == 2
-    assert [pack["num_tokens"] for pack in record["packs"] if pack["is_head"]] == [100, 100]
-    assert all(pack["num_tokens"] <= 120 for pack in record["packs"])
-    assert record["max_cache_bytes"] == 100 * CACHED_TOKEN_BYTES
+    assert [pack["num_tokens"] for pack in record["packs"] if pack["is_head"]] == [1000, 1000]
+    assert all(pack["num_tokens"] <= 1200 for pack in record["packs"])
+    assert record["max_cache_bytes"] == 1000 * CACHED_TOKEN_BYTES
 
 
 def test_plan_cache_budget_makes_rounds():
-    record = plan(*TIGHT, "--max-cache-bytes", 50 * CACHED_TOKEN_BYTES)
+    record = plan(*TIGHT, "--max-cache-bytes", 500 * CACHED_TOKEN_BYTES)
     assert len(record["rounds"]) == 4
-    assert record["max_cache_bytes"] == 50 * CACHED_TOKEN_BYTES
+    assert record["max_cache_bytes"] == 500 * CACHED_TOKEN_BYTES
+
+
+def test_plan_says_when_a_cut_is_not_worth_it():
+    tight = (*TWO_ROLLOUTS, "--token-budget", "60")
+    assert plan(*tight)["num_dissolved_trees"] == 1
+    assert "trees run without sharing: 1" in invoke("plan", *tight).stdout
 
 
 @pytest.mark.parametrize("options", [("--mode", "off"), ("--min-shared-tokens", "101")])
@@ -131,10 +137,10 @@ def test_plan_sizes_come_from_the_model(tmp_path):
 def test_plan_for_people():
     result = invoke("plan", *TIGHT)
     assert result.exit_code == 0
-    assert "16 rollouts, 20 segments, 1440 logical / 840 executed tokens = 1.71x" in result.stdout
+    assert "16 rollouts, 20 segments, 14400 logical / 8400 executed tokens = 1.71x" in result.stdout
     assert "head, level 0" in result.stdout
     assert "ideal speed-up of reuse" in result.stdout
-    assert "KV cache of keys, values and gradients: 1.2 kB at most" in result.stdout
+    assert "KV cache of keys, values and gradients: 12 kB at most" in result.stdout
     assert result.stdout.isascii()
 
 

@@ -1,4 +1,5 @@
-"""Import layers: planning needs numpy alone, training needs torch and transformers, only the rest verl."""
+"""Import layers: planning needs numpy alone, training needs torch and transformers, only the rest
+verl."""
 
 import subprocess
 import sys
@@ -25,7 +26,8 @@ IMPORT_ONLY = """
 
 
 def import_only(module: str, blocked: str) -> subprocess.CompletedProcess:
-    """Import `module` in a fresh interpreter where top-level packages with `blocked` true do not exist."""
+    """Import `module` in a fresh interpreter where top-level packages with `blocked` true do not
+    exist."""
     code = textwrap.dedent(IMPORT_ONLY).format(module=module, blocked=blocked)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 

@@ -1,4 +1,5 @@
-"""Refusals: what prefix reuse cannot reproduce is named before training, and nothing stays switched."""
+"""Refusals: what prefix reuse cannot reproduce is named before training, and nothing stays
+switched."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Third link of the proof chain: layouts show each query its whole past once, each prediction once."""
+"""Third link of the proof chain: layouts show each query its whole past once, each prediction
+once."""
 
 import numpy as np
 import pytest

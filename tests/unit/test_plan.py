@@ -1,4 +1,5 @@
-"""Second link of the proof chain: a plan runs every segment once, after what it reads, in budget."""
+"""Second link of the proof chain: a plan runs every segment once, after what it reads, in
+budget."""
 
 import numpy as np
 import pytest
