@@ -22,6 +22,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
+STALE_MESSAGE = (
+    "The weights changed (an optimizer step or a checkpoint load) while prefix keys and values "
+    "computed with the old weights were still in use. Step the optimizer only after the whole "
+    "mini-batch has run."
+)
+
+
 class StaleCacheError(RuntimeError):
     """A training-time KV cache was read after the weights it was computed with had changed."""
 
@@ -96,11 +103,7 @@ class PackCache:
     def check_fresh(self) -> None:
         """Raise `StaleCacheError` if parameters changed since the cache was made."""
         if self._weights.current() != self._version:
-            raise StaleCacheError(
-                "The weights changed (an optimizer step or a checkpoint load) while prefix keys "
-                "and values computed with the old weights were still in use. Step the optimizer "
-                "only after the whole mini-batch has run."
-            )
+            raise StaleCacheError(STALE_MESSAGE)
 
     def add_gradient(
         self, layer: int, start: int, end: int, key_grad: torch.Tensor, value_grad: torch.Tensor

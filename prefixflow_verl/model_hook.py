@@ -157,6 +157,10 @@ def check_model(module: torch.nn.Module) -> None:
             f"{name} has layers of type {sorted(other)}: only softmax attention over all "
             "positions is supported",
         )
+    if any(hasattr(submodule, "sinks") for submodule in module.modules()):
+        raise UnsupportedModelError(
+            "softcap_or_sinks", f"{name} uses attention sinks, which prefix reuse does not support"
+        )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, field, None):
             raise UnsupportedModelError(

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_backend
 from prefixflow_verl.forest import PrefixForest
-from prefixflow_verl.kv_cache import PackCache, WeightsVersion
+from prefixflow_verl.kv_cache import STALE_MESSAGE, PackCache, StaleCacheError, WeightsVersion
 from prefixflow_verl.log_probs import log_probs_and_entropy
 from prefixflow_verl.model_hook import CONTEXT_KWARG, check_length, check_model, routed
 from prefixflow_verl.packing import Completion, Packer, PackLayout
@@ -140,6 +140,8 @@ class _PackRun:
     """Leaf twins of `roots`."""
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None
     """In-graph K and V of a head pack, by layer."""
+    weights_version: int
+    """Version of the weights at the forward; a backward under another one is an error."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -322,6 +324,7 @@ class PhaseRunner:
             roots=roots,
             twins=[root.detach().requires_grad_(needs_grad) for root in roots],
             captured=captured,
+            weights_version=self.weights.current(),
         )
         if index is not None:
             self._twins[index] = run
@@ -367,6 +370,8 @@ class PhaseRunner:
 
     def _backward_pack(self, run: _PackRun) -> None:
         """The only backward through the model: all boundary tensors of one pack at once."""
+        if self.weights.current() != run.weights_version:
+            raise StaleCacheError(STALE_MESSAGE)
         roots, gradients = [], []
         for root, twin in zip(run.roots, run.twins, strict=True):
             if root.requires_grad:
@@ -374,7 +379,6 @@ class PhaseRunner:
                 gradients.append(twin.grad if twin.grad is not None else torch.zeros_like(root))
         cache = self._caches.get(run.index) if run.captured else None
         if cache is not None:
-            cache.check_fresh()
             self._max_cache_bytes = max(
                 self._max_cache_bytes, sum(other.num_bytes for other in self._caches.values())
             )
