@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-
 STALE_MESSAGE = (
     "The weights changed (an optimizer step or a checkpoint load) while prefix keys and values "
     "computed with the old weights were still in use. Step the optimizer only after the whole "
