@@ -192,11 +192,12 @@ class Packer:
         tokens = np.concatenate(token_ids)
         all_rows = np.concatenate(rows)
         num_temperatures = len(self._distinct_temperatures)
-        scaled, prediction_rows = np.unique(
-            all_rows * num_temperatures + np.concatenate(temperatures), return_inverse=True
+        # Predictions come in row order, within a row in temperature order.
+        scaled, prediction_rows = _distinct_sorted(
+            all_rows * num_temperatures + np.concatenate(temperatures)
         )
         if len(scaled):
-            logit_rows, scaled_rows = np.unique(scaled // num_temperatures, return_inverse=True)
+            logit_rows, scaled_rows = _distinct_sorted(scaled // num_temperatures)
         else:
             # The forward's own output must be there for the delayed backward: keep one row.
             logit_rows, scaled_rows = np.array([len(tokens) - 1]), np.zeros(0, dtype=np.int64)
@@ -267,3 +268,10 @@ class Packer:
             else:
                 parts.append(part)
         return parts
+
+
+def _distinct_sorted(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct entries of a non-decreasing array, and for each entry the index of its value."""
+    is_new = np.ones(len(values), dtype=bool)
+    is_new[1:] = values[1:] != values[:-1]
+    return values[is_new], np.cumsum(is_new) - 1

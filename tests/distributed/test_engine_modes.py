@@ -259,6 +259,42 @@ def _options(rank: int, path: str, directory: str) -> dict[str, Any]:
     return found
 
 
+def _model_refused(rank: int, path: str, directory: str) -> dict[str, Any]:
+    """A model with attention dropout: refused while it is built, or trained densely."""
+    dropout = {"override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.1}}
+    try:
+        make_worker(path, "prefixflow", model=dropout)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    worker = make_worker(path, "prefixflow", model=dropout, options={"on_unsupported": "fallback"})
+    metrics = _update(worker, _rollouts(rank))
+    return {
+        "message": message,
+        "metrics": {
+            key: value[0][0] for key, value in metrics.items() if key.startswith("prefixflow/")
+        },
+    }
+
+
+def _settings_refused(rank: int, path: str, directory: str) -> dict[str, str]:
+    """Settings that an engine refuses before it builds a model, whoever made its config."""
+    refused = {
+        "ulysses_sequence_parallel_size": {"engine": {"ulysses_sequence_parallel_size": 2}},
+        "pad_to_length": {"engine": {"pad_to_length": True}},
+        "use_fused_kernels": {"model": {"use_fused_kernels": True}},
+        "enable_activation_offload": {"model": {"enable_activation_offload": True}},
+    }
+    messages = {}
+    for name, settings in refused.items():
+        try:
+            make_worker(path, "prefixflow", **settings)
+            messages[name] = ""
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
 STUDIES = {
     "twenty_steps": _twenty_steps,
     "mini_batches_and_epochs": _mini_batches_and_epochs,
@@ -279,6 +315,8 @@ STUDIES = {
     "ratio_is_one": _ratio_is_one,
     "bf16": _bf16,
     "fallback": _fallback,
+    "model_refused": _model_refused,
+    "settings_refused": _settings_refused,
     "options": _options,
 }
 
@@ -353,6 +391,20 @@ def test_fallback_is_agreed_visible_and_dense(results) -> None:
     # Rank 0 reports the reason that only rank 1 has.
     assert result["reasons"] == ["prefixflow/fallback_reason/position_ids"]
     assert "position_ids are not 0, 1, 2" in result["message"]
+
+
+def test_a_model_that_cannot_be_reproduced_is_refused_or_trained_densely(results) -> None:
+    result = results["model_refused"]
+    assert "attention_dropout=0.1 in the model config: set it to 0" in result["message"]
+    assert result["metrics"] == {
+        "prefixflow/fallback": 1.0,
+        "prefixflow/fallback_reason/dropout": 1.0,
+    }
+
+
+def test_settings_are_refused_by_the_engine_too(results) -> None:
+    for setting, message in results["settings_refused"].items():
+        assert f"{setting}=" in message and "set it to" in message, setting
 
 
 def test_every_option_changes_the_executed_path(results) -> None:

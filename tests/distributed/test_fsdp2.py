@@ -8,6 +8,7 @@ other hangs there, so finishing is part of the proof; collectives are counted be
 from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def strangers(*lengths: int) -> list[torch.Tensor]:
     return [row for seed, length in enumerate(lengths) for row in group(50 + seed, length, 0)]
 
 
-# Work of the two ranks. The budget is 40 tokens.
+# Rollouts of the two ranks. The budget is 40 tokens.
 CASES = {
     "uneven": (nested_rollouts(), group(1, 10, 4, 5)),
     "one rank shares nothing": (nested_rollouts(), strangers(9, 30, 14)),
@@ -57,8 +58,11 @@ CASES = {
         [*nested_rollouts(), *group(7, 38, 20, 20, 20, 20)],
     ),
     "one fused, one cut": (group(1, 10, 4, 5), group(2, 30, 20, 20, 20)),
+    "heads that predict nothing": (group(1, 30, 12, 15, 8), group(2, 30, 20, 20, 20)),
     "nobody has rollouts": ([], []),
 }
+FIRST_TARGET = {"heads that predict nothing": 31}
+"""First token whose log-prob is asked for, where that is not token 1."""
 SETTINGS = list(product((False, True), (False, True), (False, True)))
 SETTING_NAMES = ("checkpointing", "reshard", "once")
 
@@ -86,7 +90,12 @@ class CountCollectives(TorchDispatchMode):
 def run_case(model, case: str, rank: int, *, once: bool, mode: str = "auto"):
     """Run this rank's share; returns what ran and the collectives by name."""
     sequences = CASES[case][rank]
-    batch = pack_sequences([row.numpy() for row in sequences], PackBudget(max_tokens=40), mode=mode)
+    batch = pack_sequences(
+        [row.numpy() for row in sequences],
+        PackBudget(max_tokens=40),
+        mode=mode,
+        predict=[np.arange(1, len(row)) >= FIRST_TARGET.get(case, 1) for row in sequences],
+    )
     runner = PhaseRunner(
         model=model,
         backend=BACKENDS["sdpa_cpu"],
@@ -103,7 +112,13 @@ def mean_dense_gradients(case: str, rank: int) -> dict[str, torch.Tensor]:
     """The mean over ranks of dense gradients, from a model of one's own."""
     model = tiny_model(num_layers=2)
     sequences = CASES[case][rank]
-    dense_backward(model, sequences, rollout_loss(len(sequences), seed=rank))
+    skipped = FIRST_TARGET.get(case, 1) - 1
+    loss = rollout_loss(len(sequences), seed=rank)
+
+    def wanted_loss(index, log_probs, entropies) -> torch.Tensor:
+        return loss(index, log_probs[skipped:], entropies[skipped:])
+
+    dense_backward(model, sequences, wanted_loss)
     mean = gradients(model)
     for gradient in mean.values():
         dist.all_reduce(gradient)
@@ -212,6 +227,7 @@ def test_ranks_differ_where_they_should(results):
     assert all(rank.num_cut_edges for rank in stats["different rounds, heads and leaves"])
     assert all(rank.num_dummy_packs for rank in stats["different rounds, heads and leaves"])
     assert [bool(rank.num_cut_edges) for rank in stats["one fused, one cut"]] == [False, True]
+    assert all(rank.num_cut_edges for rank in stats["heads that predict nothing"])
 
 
 def test_reducing_once_reduces_once(results):
