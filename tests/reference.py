@@ -112,8 +112,7 @@ def max_relative_error(
 
 
 def nested_rollouts(seed: int = 1, vocab: int = VOCAB) -> list[torch.Tensor]:
-    """Rollouts of a three-level forest with every odd case: duplicates, a prefix of another,
-    strangers.
+    """Rollouts of a three-level forest with every odd case: duplicates, prefixes, strangers.
 
     A system prompt of 17 tokens, two prompts of 13 below it, two turns of 9 below each, three
     responses of 1 to 11 tokens below each; inner turns are rollouts of their own.
@@ -148,8 +147,7 @@ def rollout_loss(num_rollouts: int, seed: int = 0) -> Callable[..., torch.Tensor
 
 
 def sum_losses(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`loss(i, log_probs_i, entropies_i)` as a loss over completed rollouts, as PrefixFlow calls
-    it."""
+    """`loss(i, log_probs_i, entropies_i)` as a loss over completed rollouts."""
 
     def of_completed(completed) -> torch.Tensor:
         entropies = completed.entropies or (None,) * len(completed.rollout_ids)

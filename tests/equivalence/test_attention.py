@@ -1,5 +1,4 @@
-"""Attention link of the proof chain: segment attention == dense masked attention, gradients
-included.
+"""Attention link of the proof chain: segment attention == dense masked attention, with gradients.
 
 The truth is one softmax over all tokens of a forest with an ancestor mask. Its keys come twice,
 once for queries of the same pack and once for queries of others, so that autograd separates the

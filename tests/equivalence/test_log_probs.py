@@ -1,5 +1,4 @@
-"""Loss-input link of the proof chain: log-probs and entropies == torch log_softmax under
-autograd."""
+"""Log-prob link of the proof chain: log-probs and entropies == log_softmax under autograd."""
 
 import pytest
 import torch

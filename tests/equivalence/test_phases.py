@@ -1,9 +1,8 @@
-"""Phases link of the proof chain: a plan's gradients == full-sequence autograd, for every
-parameter.
+"""Phases link of the proof chain: a plan's gradients == full-sequence autograd, every parameter.
 
 The truth runs each rollout alone through the untouched model (`tests/reference.py`). Tolerances are
-relative 2-norms per parameter: 1e-5 in fp32, 1e-6 in fp64 (Hugging Face norms and RoPE compute in
-fp32).
+relative 2-norms per parameter: 1e-5 in fp32, and 1e-6 in fp64 because Hugging Face norms and RoPE
+compute in fp32.
 """
 
 from functools import cache

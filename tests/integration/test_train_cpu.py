@@ -76,6 +76,17 @@ def test_verls_own_engine_trains(assets, tmp_path):
         assert metrics["actor/grad_norm"] > 0
 
 
+def settled_step(run_dir: Path, quiet_s: float = 8.0) -> int:
+    """Last checkpointed step once none has come for `quiet_s`: Ray's workers outlive the launcher a
+    little, and may finish the step they are in."""
+    step, since = checkpointed_step(run_dir), time.monotonic()
+    while time.monotonic() - since < quiet_s:
+        time.sleep(0.2)
+        if checkpointed_step(run_dir) != step:
+            step, since = checkpointed_step(run_dir), time.monotonic()
+    return step
+
+
 def test_killed_run_resumes_to_the_same_next_step(assets, tmp_path):
     """prefixflow: killed without warning once a checkpoint is there, then started again."""
     environment = settings(assets, tmp_path, ENGINE="prefixflow", STEPS="100", SAVE_FREQ="1")
@@ -94,7 +105,7 @@ def test_killed_run_resumes_to_the_same_next_step(assets, tmp_path):
             time.sleep(0.2)
         os.killpg(run.pid, signal.SIGTERM)
         run.wait(60)
-    resumed_from = checkpointed_step(tmp_path)
+    resumed_from = settled_step(tmp_path)
 
     last = resumed_from + 2
     environment = settings(assets, tmp_path, ENGINE="prefixflow", STEPS=str(last), SAVE_FREQ="1")

@@ -1,5 +1,4 @@
-"""First link of the proof chain: the forest holds every shared run of input tokens, exactly
-once."""
+"""First link of the proof chain: the forest holds every shared run of input tokens once."""
 
 import numpy as np
 import pytest
@@ -106,8 +105,7 @@ def test_shapes_by_hand(sequences, segments):
 def test_short_shared_runs_stay_with_their_children():
     sequences = arrays([[1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 6, 8, 8], [1, 2, 7, 7, 7]])
     assert build_forest(sequences, min_shared_tokens=2).lengths.tolist() == [2, 2, 2, 2, 2]
-    # The inner run of two tokens is too short; the outer one of two as well, with the run of four
-    # kept.
+    # The outer run of two is too short; the inner one then counts from the start and has four.
     assert build_forest(sequences, min_shared_tokens=3).lengths.tolist() == [4, 2, 2, 4]
     assert not build_forest(sequences, min_shared_tokens=5).is_shared.any()
 

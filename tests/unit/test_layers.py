@@ -1,5 +1,4 @@
-"""Import layers: planning needs numpy alone, training needs torch and transformers, only the rest
-verl."""
+"""Import layers: planning needs numpy alone, training torch and transformers, the rest verl."""
 
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-"""Refusals: what prefix reuse cannot reproduce is named before training, and nothing stays
-switched."""
+"""Refusals: what prefix reuse cannot reproduce is named, and no model stays switched."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Third link of the proof chain: layouts show each query its whole past once, each prediction
-once."""
+"""Third link of the proof chain: each query meets its past once, each prediction is made once."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""Second link of the proof chain: a plan runs every segment once, after what it reads, in
-budget."""
+"""Second link of the proof chain: a plan runs each segment once, in order and in budget."""
 
 import numpy as np
 import pytest
