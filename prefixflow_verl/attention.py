@@ -136,7 +136,7 @@ class SegmentContext:
             for a leaf.
     """
 
-    __slots__ = ("backend", "caches", "captured", "layout")
+    __slots__ = ("backend", "caches", "captured", "is_sealed", "layout")
 
     def __init__(
         self,
@@ -150,11 +150,24 @@ class SegmentContext:
         self.backend = backend
         self.caches = caches
         self.captured = captured
+        self.is_sealed = False
 
-    def capture(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Record K and V of `layer`; a checkpoint's second forward records nothing."""
-        if self.captured is not None and layer not in self.captured:
-            self.captured[layer] = (key, value)
+    def capture(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Record K and V of `layer`; a checkpoint's second forward records nothing.
+
+        Returns:
+            False if one forward runs the layer twice: its keys then have no single place.
+        """
+        if self.captured is None or self.is_sealed:
+            return True
+        if layer in self.captured:
+            return False
+        self.captured[layer] = (key, value)
+        return True
+
+    def seal(self) -> None:
+        """The first forward is over: what follows are recomputations."""
+        self.is_sealed = True
 
 
 def segment_attention(

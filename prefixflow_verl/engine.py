@@ -33,7 +33,13 @@ from prefixflow_verl.model_hook import (
     check_model,
     pretrained_model,
 )
-from prefixflow_verl.phases import CompletedRollouts, PhaseRunner, RunStats, pack_sequences
+from prefixflow_verl.phases import (
+    CompletedRollouts,
+    PhaseRunner,
+    RunStats,
+    check_reuse,
+    pack_sequences,
+)
 from prefixflow_verl.plan import PackBudget
 from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
 from prefixflow_verl.rollouts import (
@@ -99,7 +105,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             scale_loss=self.scaler.scale if self.scaler is not None else None,
             forward_context=self._autocast,
         )
-        if self.rank == 0:
+        self._unless_supported(lambda: check_reuse(self._runner))
+        if self._fallback is None and self.rank == 0:
             logger.warning(
                 "prefixflow: reusing prefixes, attention backend %s", self._runner.backend.name
             )

@@ -36,6 +36,21 @@ class UnsupportedModelError(ValueError):
         self.feature = feature
 
 
+_RANDOM_FIELDS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "dropout",
+    "activation_dropout",
+    "layerdrop",
+    "router_jitter_noise",
+    "input_jitter_noise",
+)
+"""Config fields that make a forward random where they are above 0."""
+
+
 def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -71,8 +86,19 @@ def _attention_forward(
             "the model uses attention logit soft-capping or attention sinks, which prefix reuse "
             "does not support",
         )
+    if value.shape[-1] != query.shape[-1]:
+        raise UnsupportedModelError(
+            "value_head_dim",
+            f"values have head dimension {value.shape[-1]} and queries {query.shape[-1]} (latent "
+            "attention), which prefix reuse does not support",
+        )
     layer = module.layer_idx
-    context.capture(layer, key, value)
+    if not context.capture(layer, key, value):
+        raise UnsupportedModelError(
+            "repeated_layer",
+            f"the model runs attention layer {layer} twice in one forward (recurrent depth or a "
+            "wrong layer_idx), which prefix reuse does not support",
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = segment_attention(query, key, value, scale=scale, context=context, layer=layer)
     return out, None
@@ -135,7 +161,7 @@ def check_model(module: torch.nn.Module) -> None:
         )
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise UnsupportedModelError("multimodal", f"{name} is multimodal: use a text-only model")
-    for field in ("attention_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+    for field in _RANDOM_FIELDS:
         if float(getattr(config, field, 0.0) or 0.0) > 0:
             raise UnsupportedModelError(
                 "dropout",

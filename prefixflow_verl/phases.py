@@ -36,7 +36,14 @@ from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_b
 from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.kv_cache import STALE_MESSAGE, PackCache, StaleCacheError, WeightsVersion
 from prefixflow_verl.log_probs import log_probs_and_entropy
-from prefixflow_verl.model_hook import CONTEXT_KWARG, check_length, check_model, routed
+from prefixflow_verl.model_hook import (
+    CONTEXT_KWARG,
+    UnsupportedModelError,
+    check_length,
+    check_model,
+    pretrained_model,
+    routed,
+)
 from prefixflow_verl.packing import Completion, Packer, PackLayout
 from prefixflow_verl.plan import PackBudget, Plan, PlanMode, make_plan
 
@@ -302,6 +309,7 @@ class PhaseRunner:
                 logits_to_keep=self._to_device(layout.logit_rows),
                 **{CONTEXT_KWARG: context},
             ).logits[0]
+        context.seal()
         if cache is not None:
             for layer, (key, value) in captured.items():
                 cache.store(layer, key, value)
@@ -409,6 +417,56 @@ class PhaseRunner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
+def check_reuse(runner: PhaseRunner) -> None:
+    """Run two tiny rollouts with and without reuse; refuse the model if log-probs differ.
+
+    Catches what no config field tells: positions that a model computes itself, masks that it adds,
+    layers that mix tokens outside attention. Under FSDP2 every rank must call it.
+
+    Raises:
+        UnsupportedModelError: the log-probs differ by more than rounding.
+    """
+    try:
+        difference, limit = _reuse_difference(runner)
+    finally:
+        # Parameters are handed back as they came: a forward alone leaves FSDP2's root gathered.
+        for module in runner.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    if not difference <= limit:
+        raise UnsupportedModelError(
+            "self_check",
+            f"{type(pretrained_model(runner.model)).__name__} gives other log-probs when a prefix "
+            f"is reused (they differ by {difference:.1e}): something besides token ids, RoPE "
+            "positions and attention over earlier tokens enters its forward",
+        )
+
+
+def _reuse_difference(runner: PhaseRunner) -> tuple[float, float]:
+    """Typical difference of log-probs after a shared prefix, and what rounding may explain."""
+    vocab = pretrained_model(runner.model).config.get_text_config().vocab_size
+    prefix = np.arange(1, 9) % vocab
+    rollouts = [np.concatenate([prefix, np.arange(1, 8) * step % vocab]) for step in (2, 3)]
+    batch = pack_sequences(rollouts, PackBudget(max_tokens=64), mode="cut")
+    found: dict[int, torch.Tensor] = {}
+    runner.forward(
+        batch, lambda done: found.update(zip(done.rollout_ids, done.log_probs, strict=True))
+    )
+    differences = []
+    for index, rollout in enumerate(rollouts):
+        token_ids = torch.from_numpy(rollout).to(runner.device)
+        positions = torch.arange(len(rollout) - 1, device=runner.device)
+        with torch.no_grad(), runner.forward_context():
+            logits = runner.model(
+                input_ids=token_ids[None, :-1], position_ids=positions[None], use_cache=False
+            ).logits[0]
+        dense = torch.log_softmax(logits.float(), dim=-1).gather(-1, token_ids[1:, None])[:, 0]
+        differences.append((dense - found[index].float()).abs()[len(prefix) :])
+    limit = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05
+    # The median: a router near a tie may send single tokens elsewhere in half precision.
+    return torch.cat(differences).median().item(), limit
+
+
 def _pad(indices: Sequence[int], count: int) -> list[int | None]:
     return [*indices, *[None] * (count - len(indices))]
 
@@ -422,6 +480,7 @@ class PrefixFlow:
         attention_backend: `auto`, `reference` or `sdpa_cpu`.
         min_shared_tokens: shorter shared runs are computed by each rollout itself.
         process_group: under FSDP2, the ranks that shard the model.
+        self_check: run `check_reuse` now, five forwards of at most 15 tokens.
 
     Raises:
         UnsupportedModelError: the model uses something that cannot be reproduced exactly.
@@ -435,6 +494,7 @@ class PrefixFlow:
         attention_backend: str = "auto",
         min_shared_tokens: int = 1,
         process_group: dist.ProcessGroup | None = None,
+        self_check: bool = True,
     ) -> None:
         check_model(model)
         device = next(model.parameters()).device
@@ -445,6 +505,8 @@ class PrefixFlow:
             backend=choose_backend(attention_backend, device),
             process_group=process_group,
         )
+        if self_check:
+            check_reuse(self._runner)
 
     def backward(
         self,

@@ -88,8 +88,7 @@ def random_inputs(tree: Planned, heads: tuple[int, int], dim: int, dtype=torch.f
 
 
 def by_packs(tree: Planned, backend: str, q, k, v, dout, gradient_dtype=None):
-    """out, dq, gradients of k and v inside their packs, and those in the caches; each over T
-    tokens."""
+    """out, dq, dk and dv inside the packs, dk and dv in the caches; each over T tokens."""
     caches, runs = {}, []
     for index, layout in enumerate(tree.layouts):
         row = [x[:, :, tree.tokens[index]].requires_grad_() for x in (q, k, v)]

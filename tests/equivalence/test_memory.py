@@ -2,8 +2,8 @@
 
 Live graphs are counted from outside: autograd asks a hook for a handle whenever it saves a tensor,
 and drops the handle with the graph. Layer outputs are watched through weak references, which also
-see what activation checkpointing keeps; segment contexts are counted among the garbage collector's
-objects.
+see what activation checkpointing keeps; segment contexts and caches are counted among the garbage
+collector's objects.
 """
 
 import gc
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from prefixflow_verl.attention import BACKENDS, SegmentContext
+from prefixflow_verl.kv_cache import PackCache
 from prefixflow_verl.phases import PhaseRunner, pack_sequences
 from prefixflow_verl.plan import PackBudget
 from tests.reference import VOCAB, nested_rollouts, rollout_loss, sum_losses, tiny_model
@@ -30,8 +31,9 @@ class Handle:
         self.tensor = tensor
 
 
-def num_contexts() -> int:
-    return sum(type(thing) is SegmentContext for thing in gc.get_objects())
+def num_carriers() -> int:
+    """Segment contexts and caches: what carries tensors from pack to pack."""
+    return sum(type(thing) in (SegmentContext, PackCache) for thing in gc.get_objects())
 
 
 @dataclass
@@ -40,14 +42,14 @@ class Live:
 
     saved: list[weakref.ref] = field(default_factory=list)
     outputs: list[weakref.ref] = field(default_factory=list)
-    num_earlier_contexts: int = field(default_factory=num_contexts)
+    num_earlier_carriers: int = field(default_factory=num_carriers)
 
     def counts(self) -> tuple[int, int, int]:
-        """Tensors saved in graphs, outputs of layers, segment contexts."""
+        """Tensors saved in graphs, outputs of layers, contexts and caches."""
         return (
             sum(reference() is not None for reference in self.saved),
             sum(reference() is not None for reference in self.outputs),
-            num_contexts() - self.num_earlier_contexts,
+            num_carriers() - self.num_earlier_carriers,
         )
 
 
@@ -148,7 +150,7 @@ def test_leaves_leave_only_heads_alive(checkpointing):
     assert stats.num_packs == num_groups * (1 + num_leaves)
     assert stats.num_cut_edges == num_groups * num_leaves
     assert len(counts) == num_groups * num_leaves
-    assert {contexts for _, _, contexts in counts} == {2}
+    assert {carriers for _, _, carriers in counts} == {3}, "two contexts and the head's cache"
     assert len(set(counts)) == 1, "no growth over leaves, nor over rounds"
     assert after == (0, 0, 0)
 

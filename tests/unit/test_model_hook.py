@@ -153,12 +153,12 @@ def test_rope_that_depends_on_position_alone_passes(rope_type):
 
 
 def test_a_window_shorter_than_a_rollout_is_refused_when_it_is_met():
-    model = tiny_model("mistral", num_layers=1, sliding_window=12)
+    model = tiny_model("mistral", num_layers=1, sliding_window=20)
     flow = PrefixFlow(model)
-    fits = torch.arange(12)
+    fits = torch.arange(20)
     torch.testing.assert_close(flow.log_probs([fits])[0], dense_log_probs(model, fits)[0].detach())
-    with pytest.raises(UnsupportedModelError, match="sliding_window=12") as error:
-        flow.log_probs([torch.arange(14)])
+    with pytest.raises(UnsupportedModelError, match="sliding_window=20") as error:
+        flow.log_probs([torch.arange(22)])
     assert error.value.feature == "sliding_window"
     assert model.config._attn_implementation == "sdpa"
 
@@ -217,3 +217,23 @@ def test_routed_restores_after_an_exception():
 def test_the_model_is_found_below_wrappers():
     model = tiny_model(num_layers=1)
     assert pretrained_model(torch.nn.Sequential(torch.nn.Identity(), model)) is model
+
+
+def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
+    model = tiny_model(num_layers=2)
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(UnsupportedModelError, match="attention layer 0 twice"):
+        PrefixFlow(model)
+
+
+def test_a_model_that_makes_its_own_positions_is_refused() -> None:
+    model = tiny_model(num_layers=2)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def positions_of_the_row(hidden, position_ids):
+        return forward(hidden, torch.arange(hidden.shape[1])[None])
+
+    rotary.forward = positions_of_the_row
+    with pytest.raises(UnsupportedModelError, match="other log-probs when a prefix is reused"):
+        PrefixFlow(model)

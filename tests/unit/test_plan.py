@@ -159,6 +159,16 @@ def test_a_round_holds_heads_of_one_pack_and_fused_trees_join_the_last():
     assert len(first_heads) == 2, "heads of equal level share a pack"
 
 
+@pytest.mark.parametrize("limit, num_heads", [(11, [1, 1, 1]), (12, [2, 1]), (None, [2, 1])])
+def test_a_round_holds_the_caches_of_its_budget(limit, num_heads):
+    sequences = [row for first in (1, 2, 3) for row in group(6, 9, 9, first=first)]
+    _, plan = make_plan(sequences, PackBudget(max_tokens=12, max_cache_tokens=limit))
+    roots = [
+        sum(len(plan.packs[index].segments) for index in round_.heads) for round_ in plan.rounds
+    ]
+    assert roots == num_heads
+
+
 @pytest.mark.parametrize(
     "budget, reason",
     [
