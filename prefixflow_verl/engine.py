@@ -187,7 +187,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
-    def _agree_on_batch(self, data: TensorDict) -> tuple[int, UnsupportedModelError | None]:
+    def _agree_on_batch(self, data: TensorDict) -> tuple[float, UnsupportedModelError | None]:
         """Loss tokens over all ranks, and why this batch has to run densely, if any reason.
 
         Raises:
@@ -204,9 +204,12 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                 refusal = error
         group = self.get_data_parallel_group()
         totals = torch.tensor(
-            [int(data["loss_mask"].sum()), int(refusal is not None)], device=_compute_device()
+            [float(data["loss_mask"].sum()), float(refusal is not None)],
+            dtype=torch.float64,
+            device=_compute_device(),
         )
         torch.distributed.all_reduce(totals, group=group)
+        # A float: masks may hold weights.
         num_loss_tokens, num_refusing = totals.tolist()
         if num_refusing:
             # Every rank reports the same reason: that of the first rank that has one.

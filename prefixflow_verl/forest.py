@@ -160,6 +160,8 @@ def build_forest(
         raise ValueError(
             f"{len(keys)} keys for {num_rollouts} sequences: give one key per sequence"
         )
+    if not isinstance(min_shared_tokens, int) or min_shared_tokens < 1:
+        raise ValueError(f"min_shared_tokens is {min_shared_tokens}: give an integer, 1 or more")
     for index, sequence in enumerate(sequences):
         if sequence.ndim != 1 or len(sequence) == 0:
             raise ValueError(

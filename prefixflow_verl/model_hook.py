@@ -36,19 +36,11 @@ class UnsupportedModelError(ValueError):
         self.feature = feature
 
 
-_RANDOM_FIELDS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "hidden_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "dropout",
-    "activation_dropout",
-    "layerdrop",
-    "router_jitter_noise",
-    "input_jitter_noise",
-)
-"""Config fields that make a forward random where they are above 0."""
+_RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "jitter")
+"""A numeric config field above 0 with one of these in its name makes a forward random."""
+
+_UNUSED_PREFIXES = ("classifier", "summary")
+"""Fields of heads that a causal LM does not have."""
 
 
 def _attention_forward(
@@ -72,6 +64,13 @@ def _attention_forward(
         raise RuntimeError(
             f"{type(module).__name__} did not pass `{CONTEXT_KWARG}` on to its attention: this "
             "model cannot run with prefix reuse"
+        )
+    if attention_mask is not None:
+        # `_no_mask` builds none, so the model made this one itself.
+        raise UnsupportedModelError(
+            "attention_mask",
+            f"{type(module).__name__} masks attention by rules of its own, which prefix reuse does "
+            "not support",
         )
     if dropout:
         raise UnsupportedModelError(
@@ -161,12 +160,15 @@ def check_model(module: torch.nn.Module) -> None:
         )
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise UnsupportedModelError("multimodal", f"{name} is multimodal: use a text-only model")
-    for field in _RANDOM_FIELDS:
-        if float(getattr(config, field, 0.0) or 0.0) > 0:
+    for field, value in config.to_dict().items():
+        is_random = any(word in field for word in _RANDOM_WORDS)
+        if not is_random or field.startswith(_UNUSED_PREFIXES):
+            continue
+        if isinstance(value, (int, float)) and value > 0:
             raise UnsupportedModelError(
                 "dropout",
-                f"{field}={getattr(config, field)} in the model config: set it to 0, a shared "
-                "prefix has one random mask where separate rollouts have many",
+                f"{field}={value} in the model config: set it to 0, a shared prefix has one random "
+                "mask where separate rollouts have many",
             )
     for submodule_name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.Dropout) and submodule.p > 0:

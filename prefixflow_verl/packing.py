@@ -106,6 +106,8 @@ class Packer:
         self.plan = plan
         if predict is None:
             predict = [np.ones(len(sequence) - 1, dtype=bool) for sequence in sequences]
+        if len(predict) != len(sequences):
+            raise ValueError(f"{len(predict)} predict arrays for {len(sequences)} sequences")
         for index, (sequence, wanted) in enumerate(zip(sequences, predict, strict=True)):
             if len(wanted) != len(sequence) - 1:
                 raise ValueError(
@@ -113,9 +115,12 @@ class Packer:
                     f"give {len(sequence) - 1}, one per predicted token"
                 )
         self.predict = predict
-        self.temperatures = np.broadcast_to(
-            np.asarray(temperatures, dtype=np.float64), (len(sequences),)
-        )
+        given = np.asarray(temperatures, dtype=np.float64)
+        if given.shape not in ((), (len(sequences),)):
+            raise ValueError(
+                f"temperatures have shape {given.shape}: give one value or {len(sequences)}"
+            )
+        self.temperatures = np.broadcast_to(given, (len(sequences),))
         if len(sequences) and not (self.temperatures > 0).all():
             raise ValueError(f"temperatures must be positive, got {self.temperatures.min()}")
         self._distinct_temperatures, self._temperature_index = np.unique(

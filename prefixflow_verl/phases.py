@@ -195,7 +195,18 @@ class PhaseRunner:
 
         `loss_function` is called once per pack that completes rollouts and returns a scalar; the
         losses add up, so each must already carry the mini-batch's denominator.
+
+        Raises:
+            RuntimeError: gradients are switched off, or no parameter wants one.
+            ValueError: the loss is no scalar tensor, or depends on no log-prob.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called under torch.no_grad() or inference_mode(): no gradient would "
+                "be accumulated"
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise RuntimeError("no parameter of the model requires a gradient")
         return self._run(batch, loss_function, training=True, with_entropy=with_entropy)
 
     def forward(
@@ -361,9 +372,19 @@ class PhaseRunner:
                 else None,
             )
         )
-        # A loss without any prediction in it (all masked out) has no graph, and no gradient.
-        if training and loss.requires_grad:
+        if not training:
+            return
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError(f"the loss function must return a scalar tensor, not {loss!r}")
+        if loss.requires_grad:
             (self.scale_loss(loss) if self.scale_loss else loss).backward()
+        elif any(len(completion.positions) for completion in completions) and loss != 0:
+            # Without any prediction (all masked out) there is no graph and no gradient; here there
+            # is one, and the loss has lost it.
+            raise ValueError(
+                "the loss does not depend on the log-probs it was given (detached?): it would "
+                "train nothing"
+            )
 
     def _gather(self, completion: Completion, output: int) -> torch.Tensor:
         """One rollout's log-probs (output 0) or entropies (output 1) from the twins along its
@@ -462,7 +483,9 @@ def _reuse_difference(runner: PhaseRunner) -> tuple[float, float]:
             ).logits[0]
         dense = torch.log_softmax(logits.float(), dim=-1).gather(-1, token_ids[1:, None])[:, 0]
         differences.append((dense - found[index].float()).abs()[len(prefix) :])
-    limit = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05
+    # Log-probs are as exact as the logits they come from.
+    rounding = 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+    limit = max(1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05, rounding)
     # The median: a router near a tie may send single tokens elsewhere in half precision.
     return torch.cat(differences).median().item(), limit
 
@@ -532,7 +555,8 @@ class PrefixFlow:
         def add_loss(rollouts: CompletedRollouts) -> torch.Tensor:
             nonlocal total
             loss = loss_function(rollouts)
-            total += loss.item()
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                total += loss.item()
             return loss
 
         batch = self._pack(sequences, predict, temperatures)
@@ -557,7 +581,18 @@ class PrefixFlow:
         return [found.get(index, empty) for index in range(len(sequences))]
 
     def _pack(self, sequences, predict, temperatures) -> PackedBatch:
-        arrays = [np.asarray(sequence) for sequence in sequences]
+        arrays = [np.ascontiguousarray(sequence) for sequence in sequences]
+        vocab = pretrained_model(self._runner.model).config.get_text_config().vocab_size
+        for index, array in enumerate(arrays):
+            if not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(
+                    f"sequence {index} has dtype {array.dtype}: give integer token ids"
+                )
+            if array.size and not (array.min() >= 0 and array.max() < vocab):
+                raise ValueError(
+                    f"sequence {index} has token ids {array.min()} .. {array.max()}: the model "
+                    f"knows 0 .. {vocab - 1}"
+                )
         check_length(self._runner.model, max((len(array) for array in arrays), default=0))
         return pack_sequences(
             arrays,

@@ -51,8 +51,8 @@ class PackBudget:
             raise ValueError("PackBudget: set exactly one of max_tokens and max_rollouts")
         for name in ("max_tokens", "max_rollouts", "max_cache_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"PackBudget.{name} is {value}: it must be 1 or more")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"PackBudget.{name} is {value}: it must be an integer, 1 or more")
 
     @property
     def pack_limit(self) -> int:

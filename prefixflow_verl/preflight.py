@@ -75,6 +75,11 @@ def _check_strategy(config: DictConfig, strategy: str) -> None:
             f"backward, but {engine_path} asks for prefix reuse: set "
             f"{ACTOR_STRATEGY_PATH}={STRATEGY}"
         )
+    if "prefixflow" in engine_config and not has_options:
+        raise ValueError(
+            f"{engine_path}.prefixflow needs "
+            f"{engine_path}._target_=prefixflow_verl.engine_config.PrefixFlowEngineConfig"
+        )
     named_in_engine = engine_config.get("strategy") == STRATEGY
     if named_in_engine and not has_options:
         raise ValueError(
@@ -92,6 +97,12 @@ def _check_reuse(config: DictConfig) -> None:
     if found is not None:
         refusal, value = found
         raise ValueError(refusal.message(value))
+    if OmegaConf.select(config, f"{ACTOR_PATH}.policy_loss.loss_mode") == "geo_mean":
+        raise ValueError(
+            f"{ACTOR_PATH}.policy_loss.loss_mode=geo_mean averages inside each micro-batch, so the "
+            "update grows with the number of packs: use another policy loss, or set "
+            f"{OPTIONS_PATH}.on_unsupported=fallback to train without reuse"
+        )
     mode = OmegaConf.select(config, f"{ACTOR_PATH}.loss_agg_mode")
     factor = OmegaConf.select(config, f"{ACTOR_PATH}.loss_scale_factor")
     if mode == "seq-mean-token-sum-norm" and factor is None:

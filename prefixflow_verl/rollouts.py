@@ -55,7 +55,7 @@ def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
             wanted = np.zeros(len(tokens), dtype=bool)
             wanted[len(tokens) - _num_response_tokens(data, index, len(tokens)) :] = True
         predict.append(wanted[1:])
-    temperature = tu.get(data, "temperature", default=1.0)
+    temperature = data["temperature"]
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(torch.float64).cpu().numpy()
     # verl clamps temperatures the same way before it divides.

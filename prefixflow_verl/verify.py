@@ -7,7 +7,7 @@ same weights.
 [Note: relative error of a gradient]
 The error of a parameter is `|ours - truth| / max(|truth|, floor)` in 2-norms. Where the true
 gradient is zero or nearly so (an expert that no token reaches, a bias that softmax cancels), truth
-is rounding noise and dividing by it says nothing. The floor is 1e-3 of the norm of the whole
+is rounding noise and dividing by it says nothing. The floor is 1e-2 of the norm of the whole
 gradient: a parameter below it is judged by what its error does to the update.
 """
 
@@ -33,7 +33,7 @@ TOLERANCES = {"float64": 1e-6, "float32": 1e-5}
 BFLOAT16_FACTOR = 2.0
 """In bfloat16 our error against float32 may be this many times that of full-sequence bfloat16."""
 
-GRADIENT_FLOOR = 1e-3
+GRADIENT_FLOOR = 1e-2
 """See [Note: relative error of a gradient]."""
 
 _UNLIMITED_TOKENS = 1 << 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,28 +21,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     The function must be importable. A rank that raises fails the caller with its traceback.
     """
     with tempfile.TemporaryDirectory() as directory:
-        context = mp.get_context("spawn")
-        queue = context.SimpleQueue()
-        mp.spawn(
-            _entry,
-            args=(world_size, directory, queue, function, args),
-            nprocs=world_size,
-            join=True,
-        )
-        results: dict[int, Any] = {}
-        while not queue.empty():
-            rank, result = queue.get()
-            results[rank] = result
-        return [results[rank] for rank in range(world_size)]
+        mp.spawn(_entry, args=(world_size, directory, function, args), nprocs=world_size, join=True)
+        return [
+            pickle.loads((Path(directory) / f"result_{rank}").read_bytes())
+            for rank in range(world_size)
+        ]
 
 
 def _entry(
-    rank: int,
-    world_size: int,
-    directory: str,
-    queue: Any,
-    function: Callable[..., Any],
-    args: tuple,
+    rank: int, world_size: int, directory: str, function: Callable[..., Any], args: tuple
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -54,6 +42,7 @@ def _entry(
         timeout=timedelta(seconds=120),
     )
     try:
-        queue.put((rank, function(rank, world_size, *args)))
+        result = function(rank, world_size, *args)
+        (Path(directory) / f"result_{rank}").write_bytes(pickle.dumps(result))
     finally:
         dist.destroy_process_group()

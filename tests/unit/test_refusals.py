@@ -44,6 +44,9 @@ def test_refused_by_name_with_the_remedy(run, refusal) -> None:
         "fallback",
         force_add=True,
     )
+    run.actor_rollout_ref.actor.fsdp_config["_target_"] = (
+        "prefixflow_verl.engine_config.PrefixFlowEngineConfig"
+    )
     check_run(run)
 
 
@@ -61,6 +64,20 @@ def test_norm_without_a_scale_factor_is_refused(run) -> None:
         check_run(run)
     run.actor_rollout_ref.actor.loss_scale_factor = 512
     check_run(run)
+
+
+def test_a_loss_whose_scale_depends_on_packing_is_refused(run) -> None:
+    OmegaConf.update(
+        run, "actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean", force_add=True
+    )
+    with pytest.raises(ValueError, match="loss_mode=geo_mean averages inside each micro-batch"):
+        check_run(run)
+
+
+def test_options_without_the_class_that_reads_them(run) -> None:
+    run.actor_rollout_ref.actor.fsdp_config["prefixflow"] = {"plan": "off"}
+    with pytest.raises(ValueError, match="needs .*_target_=prefixflow_verl.engine_config"):
+        check_run(run)
 
 
 def test_fsdp1_is_refused_where_options_ask_for_reuse(run) -> None:
