@@ -104,6 +104,4 @@ def _require_positive_or_none(name: str, value: object) -> None:
 
 def _require_at_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"{OPTIONS_PATH}.{name}={value!r} must be an integer of {least} or more"
-        )
+        raise ValueError(f"{OPTIONS_PATH}.{name}={value!r} must be an integer of {least} or more")
