@@ -581,7 +581,10 @@ class PrefixFlow:
         return [found.get(index, empty) for index in range(len(sequences))]
 
     def _pack(self, sequences, predict, temperatures) -> PackedBatch:
-        arrays = [np.ascontiguousarray(sequence) for sequence in sequences]
+        arrays = [
+            np.ascontiguousarray(sequence.cpu() if isinstance(sequence, torch.Tensor) else sequence)
+            for sequence in sequences
+        ]
         vocab = pretrained_model(self._runner.model).config.get_text_config().vocab_size
         for index, array in enumerate(arrays):
             if not np.issubdtype(array.dtype, np.integer):
