@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from prefixflow_verl.accounting import reuse_ratio
 from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_backend
 from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.kv_cache import STALE_MESSAGE, PackCache, StaleCacheError, WeightsVersion
@@ -101,7 +102,7 @@ class RunStats:
 
     @property
     def reuse_ratio(self) -> float:
-        return self.logical_tokens / self.executed_tokens if self.executed_tokens else 1.0
+        return reuse_ratio(self.logical_tokens, self.executed_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

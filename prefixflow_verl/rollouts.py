@@ -38,14 +38,10 @@ def read_rollouts(data: TensorDict, *, loss_tokens_only: bool) -> RolloutBatch:
     """Read verl's rows.
 
     Args:
-        data: B rows as the engine receives them.
+        data: B rows that passed `check_rows`.
         loss_tokens_only: ask only for tokens that carry loss (training); otherwise for every
             response token, which is what verl keeps of `compute_log_prob`.
-
-    Raises:
-        UnsupportedModelError: images, multi-dimensional or shifted positions.
     """
-    check_rows(data)
     token_ids = [row.cpu().numpy() for row in data["input_ids"].unbind()]
     loss_masks = _loss_masks(data, token_ids)
     predict = []
