@@ -79,6 +79,7 @@ class PackCache:
         self._weights = weights
         self._version = weights.current()
         self._gradient_dtype = gradient_dtype
+        self._dtype: torch.dtype | None = None
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._key_grads: dict[int, torch.Tensor] = {}
@@ -86,6 +87,7 @@ class PackCache:
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep detached K and V ([1, N_kv, T, D], after RoPE) of `layer`."""
+        self._dtype = key.dtype
         self._keys[layer] = key.detach()
         self._values[layer] = value.detach()
 
@@ -117,12 +119,16 @@ class PackCache:
                 grads[layer] = torch.zeros_like(source[layer], dtype=self._gradient_dtype)
             grads[layer][:, :, start:end] += grad
 
+    def drop_keys(self) -> None:
+        """Forget keys and values, not their gradients: nothing below will read any more."""
+        self._keys.clear()
+        self._values.clear()
+
     def gradients(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Accumulated (dK, dV) of `layer` in the keys' dtype; None if nothing read it."""
         if layer not in self._key_grads:
             return None
-        dtype = self._keys[layer].dtype
-        return self._key_grads[layer].to(dtype), self._value_grads[layer].to(dtype)
+        return self._key_grads[layer].to(self._dtype), self._value_grads[layer].to(self._dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,7 @@ enough. The pack's `SegmentContext` travels as one extra keyword argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,6 +141,73 @@ def routed(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+class LmHead:
+    """The LM head of a model, made to give log-probs in place of logits.
+
+    [Note: log-probs inside the LM head]
+    Chunks need the head's inputs and weight. Under FSDP2 the weight is there only while the root
+    module runs, so what is computed from them has to be computed in the head's place: for one
+    forward of the model its `forward` is another function, and the model returns that function's
+    result as its logits. This is right only if nothing follows the head (a scale, a cast), which
+    the first forward shows; where something follows, logits are made as ever.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        head = pretrained_model(module).get_output_embeddings()
+        # A LoRA or quantised head computes more than a product.
+        is_linear = isinstance(head, torch.nn.Linear) and (
+            type(head).forward is torch.nn.Linear.forward and "forward" not in vars(head)
+        )
+        self._linear: torch.nn.Linear | None = head if is_linear else None
+        self._output: torch.Tensor | None = None
+        self.can_replace: bool | None = None if is_linear else False
+        """None: a forward under `observed` has to show it."""
+
+    @contextmanager
+    def replaced(
+        self, compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    ) -> Iterator[None]:
+        """While open, logits are `compute(hidden [R, H], weight [V, H], bias [V] or None)`."""
+        linear = self._linear
+
+        def forward(hidden_1RH: torch.Tensor) -> torch.Tensor:
+            return compute(hidden_1RH[0], linear.weight, linear.bias)[None]
+
+        with _forward_of(linear, forward):
+            yield
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """While open, the head's output is remembered for `saw`."""
+        linear = self._linear
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            self._output = torch.nn.Linear.forward(linear, hidden)
+            return self._output
+
+        with _forward_of(linear, forward):
+            yield
+
+    def saw(self, logits_RV: torch.Tensor) -> None:
+        """Set `can_replace`: are the model's logits of its one row just what the head put out?"""
+        output, self._output = self._output, None
+        self.can_replace = (
+            output is not None
+            and output.data_ptr() == logits_RV.data_ptr()
+            and (output.numel(), output.dtype) == (logits_RV.numel(), logits_RV.dtype)
+            and output._version == 0
+        )
+
+
+@contextmanager
+def _forward_of(linear: torch.nn.Linear, forward: Callable) -> Iterator[None]:
+    linear.forward = forward
+    try:
+        yield
+    finally:
+        del linear.forward
 
 
 def check_model(module: torch.nn.Module) -> None:

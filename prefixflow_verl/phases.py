@@ -31,14 +31,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from prefixflow_verl.accounting import reuse_ratio
+from prefixflow_verl.activations import ORDER, PrefixActivations, saved_on_cpu
 from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_backend
 from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.kv_cache import STALE_MESSAGE, PackCache, StaleCacheError, WeightsVersion
 from prefixflow_verl.log_probs import log_probs_and_entropy
+from prefixflow_verl.memory import PHASE_PREFIX
 from prefixflow_verl.model_hook import (
     CONTEXT_KWARG,
+    LmHead,
     UnsupportedModelError,
     check_length,
     check_model,
@@ -99,6 +103,8 @@ class RunStats:
     planning_s: float
     max_cache_bytes: int
     """Largest sum of live cache bytes (K, V and accumulators)."""
+    prefix_activations: PrefixActivations
+    """What the ranks agreed on."""
 
     @property
     def reuse_ratio(self) -> float:
@@ -113,6 +119,8 @@ class PackedBatch:
     plan: Plan
     layouts: list[PackLayout]
     planning_s: float
+    prefix_activations: PrefixActivations = "keep"
+    """See activations.py."""
 
 
 def pack_sequences(
@@ -124,15 +132,21 @@ def pack_sequences(
     mode: PlanMode = "auto",
     keys: Sequence[Hashable] | None = None,
     min_shared_tokens: int = 1,
+    prefix_activations: PrefixActivations = "keep",
 ) -> PackedBatch:
-    """Plan `sequences` and lay out every pack; see `make_plan` and `Packer` for the arguments."""
+    """Plan `sequences` and lay out every pack; see `make_plan`, `Packer` and activations.py for the
+    arguments."""
     began = time.perf_counter()
     forest, plan = make_plan(
         sequences, budget, mode=mode, keys=keys, min_shared_tokens=min_shared_tokens
     )
     layouts = Packer(sequences, forest, plan, predict=predict, temperatures=temperatures).layouts
     return PackedBatch(
-        forest=forest, plan=plan, layouts=layouts, planning_s=time.perf_counter() - began
+        forest=forest,
+        plan=plan,
+        layouts=layouts,
+        planning_s=time.perf_counter() - began,
+        prefix_activations=prefix_activations,
     )
 
 
@@ -143,7 +157,8 @@ class _PackRun:
     index: int | None
     """Pack index; None for a dummy."""
     roots: list[torch.Tensor]
-    """In-graph log-probs (or one row of logits) and entropies."""
+    """In-graph log-probs (or one row of logits) and entropies; without a graph under
+    `recompute`."""
     twins: list[torch.Tensor]
     """Leaf twins of `roots`."""
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None
@@ -182,12 +197,14 @@ class PhaseRunner:
     _captured: list[dict] = field(default_factory=list, init=False)
     _max_cache_bytes: int = field(default=0, init=False)
     _with_entropy: bool = field(default=False, init=False)
+    _lm_head: LmHead = field(init=False)
 
     def __post_init__(self) -> None:
         if self.weights is None:
             self.weights = WeightsVersion(self.model.parameters())
         if self.device is None:
             self.device = next(self.model.parameters()).device
+        self._lm_head = LmHead(self.model)
 
     def backward(
         self, batch: PackedBatch, loss_function: LossFunction, *, with_entropy: bool = False
@@ -230,7 +247,8 @@ class PhaseRunner:
         with_entropy: bool,
     ) -> RunStats:
         plan = batch.plan
-        agreed = self._agree(plan.counts)
+        agreed, activations = self._agree(plan.counts, batch.prefix_activations)
+        recomputes = training and activations == "recompute"
         self._with_entropy = with_entropy
         self._max_cache_bytes = 0
         num_backwards_left = sum(heads + leaves for heads, leaves in agreed) if training else 0
@@ -243,25 +261,35 @@ class PhaseRunner:
 
         try:
             with routed(self.model):
+                self._observe_head()
                 for number, (num_heads, num_leaves) in enumerate(agreed):
                     round_ = plan.rounds[number] if number < len(plan.rounds) else None
                     heads = _pad(round_.heads if round_ else (), num_heads)
                     leaves = _pad(round_.leaves if round_ else (), num_leaves)
                     head_runs = []
                     for index in heads:
-                        head_runs.append(self._forward_pack(batch, index))
-                        self._complete(batch, index, consume, training)
+                        with _phase("prefix"):
+                            saving = saved_on_cpu() if activations == "offload" else nullcontext()
+                            with torch.no_grad() if recomputes else saving:
+                                head_runs.append(self._forward_pack(batch, index, training))
+                            self._complete(batch, index, consume, training)
                     for index in leaves:
-                        run = self._forward_pack(batch, index)
-                        self._complete(batch, index, consume, training)
-                        if training:
-                            finish(run)
-                        del run
-                        self._twins.pop(index, None)
+                        with _phase("suffix"):
+                            run = self._forward_pack(batch, index, training)
+                            self._complete(batch, index, consume, training)
+                            if training:
+                                finish(run)
+                            del run
+                            self._twins.pop(index, None)
+                    live_bytes = sum(cache.num_bytes for cache in self._caches.values())
+                    self._max_cache_bytes = max(self._max_cache_bytes, live_bytes)
                     while head_runs:
                         run = head_runs.pop()
                         if training:
-                            finish(run)
+                            with _phase("delayed_backward"):
+                                if recomputes:
+                                    self._forward_again(batch, run)
+                                finish(run)
                         self._caches.pop(run.index, None)
                         self._twins.pop(run.index, None)
                         del run
@@ -283,26 +311,71 @@ class PhaseRunner:
             num_dissolved_trees=plan.num_dissolved_trees,
             planning_s=batch.planning_s,
             max_cache_bytes=self._max_cache_bytes,
+            prefix_activations=activations,
         )
 
-    def _agree(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(heads, leaves) per round that every rank will run; see plan.py [Note: rank
-        agreement]."""
+    def _agree(
+        self, counts: list[tuple[int, int]], activations: PrefixActivations
+    ) -> tuple[list[tuple[int, int]], PrefixActivations]:
+        """(heads, leaves) per round and the prefix activations that every rank will use; see
+        plan.py [Note: rank agreement]."""
         if self.process_group is None or dist.get_world_size(self.process_group) == 1:
-            return counts
-        num_rounds = torch.tensor([len(counts)], device=self.device)
-        dist.all_reduce(num_rounds, op=dist.ReduceOp.MAX, group=self.process_group)
-        table = torch.zeros(int(num_rounds), 2, dtype=torch.int64, device=self.device)
+            return counts, activations
+        own = [len(counts), ORDER.index(activations)]
+        largest = torch.tensor(own, dtype=torch.int64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+        num_rounds, order = largest.tolist()
+        table = torch.zeros(num_rounds, 2, dtype=torch.int64, device=self.device)
         if counts:
             table[: len(counts)] = torch.tensor(counts, device=self.device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.process_group)
-        return [(heads, leaves) for heads, leaves in table.tolist()]
+        return [(heads, leaves) for heads, leaves in table.tolist()], ORDER[order]
 
-    def _forward_pack(self, batch: PackedBatch, index: int | None) -> _PackRun:
+    def _observe_head(self) -> None:
+        """See model_hook.py [Note: log-probs inside the LM head]; once, the same on every rank."""
+        if self._lm_head.can_replace is None:
+            with torch.no_grad(), self._lm_head.observed():
+                (logits,), _ = self._run_model(None, None, False)
+            self._lm_head.saw(logits)
+
+    def _forward_pack(self, batch: PackedBatch, index: int | None, training: bool) -> _PackRun:
+        """First forward of a pack: fills its cache, if it is a head, and makes its twins."""
+        is_head = index is not None and batch.plan.packs[index].is_head
+        roots, captured = self._run_model(batch, index, is_head)
+        if is_head:
+            cache = PackCache(self.weights, self.cache_gradient_dtype)
+            for layer, (key, value) in captured.items():
+                cache.store(layer, key, value)
+            self._caches[index] = cache
+        run = _PackRun(
+            index=index,
+            roots=roots,
+            twins=[root.detach().requires_grad_(training) for root in roots],
+            captured=captured,
+            weights_version=self.weights.current(),
+        )
+        if index is not None:
+            self._twins[index] = run
+        return run
+
+    def _forward_again(self, batch: PackedBatch, run: _PackRun) -> None:
+        """Give a head that ran without a graph its graph, for the backward that follows."""
+        cache = self._caches.get(run.index)
+        if cache is not None:
+            # Everything that reads it has run.
+            cache.drop_keys()
+        if run.captured is not None:
+            run.captured.clear()
+        run.roots, run.captured = self._run_model(batch, run.index, cache is not None)
+
+    def _run_model(
+        self, batch: PackedBatch | None, index: int | None, capture: bool
+    ) -> tuple[list[torch.Tensor], dict[int, tuple[torch.Tensor, torch.Tensor]] | None]:
+        """Boundary tensors of one pack: log-probs and entropies (or one row of logits), and K and V
+        by layer if asked for. Index None is a dummy, of no batch."""
         layout = batch.layouts[index] if index is not None else _DUMMY_LAYOUT
         reads = {part.pack for part in layout.cross_parts if part.pack in self._caches}
-        is_cached = index is not None and batch.plan.packs[index].is_head
-        captured = {} if is_cached else None
+        captured = {} if capture else None
         if captured is not None:
             self._captured.append(captured)
         context = SegmentContext(
@@ -311,44 +384,47 @@ class PhaseRunner:
             caches={pack: self._caches[pack] for pack in reads},
             captured=captured,
         )
-        cache = PackCache(self.weights, self.cache_gradient_dtype) if is_cached else None
-        with self.forward_context():
-            logits = self.model(
+        head, predicts = self._lm_head, len(layout.targets) > 0
+
+        def predictions(hidden, weight=None, bias=None) -> torch.Tensor:
+            return self._predictions(layout, hidden, weight, bias)
+
+        in_head = bool(head.can_replace) and predicts
+        with self.forward_context(), head.replaced(predictions) if in_head else nullcontext():
+            outputs = self.model(
                 input_ids=self._to_device(layout.token_ids)[None],
                 position_ids=self._to_device(layout.position_ids)[None],
                 attention_mask=None,
                 use_cache=False,
                 logits_to_keep=self._to_device(layout.logit_rows),
                 **{CONTEXT_KWARG: context},
-            ).logits[0]
+            ).logits
         context.seal()
-        if cache is not None:
-            for layer, (key, value) in captured.items():
-                cache.store(layer, key, value)
-            self._caches[index] = cache
-        if len(layout.targets):
-            log_probs, entropies = log_probs_and_entropy(
-                logits,
-                self._to_device(layout.scaled_rows),
-                self._to_device(layout.row_temperatures),
-                self._to_device(layout.prediction_rows),
-                self._to_device(layout.targets),
-                with_entropy=self._with_entropy,
-            )
-            roots = [log_probs] if entropies is None else [log_probs, entropies]
-        else:
-            roots = [logits]
-        needs_grad = torch.is_grad_enabled()
-        run = _PackRun(
-            index=index,
-            roots=roots,
-            twins=[root.detach().requires_grad_(needs_grad) for root in roots],
-            captured=captured,
-            weights_version=self.weights.current(),
+        outputs = outputs[0]
+        if predicts and not in_head:
+            outputs = predictions(outputs)
+        return (list(outputs.unbind(-1)) if predicts else [outputs]), captured
+
+    def _predictions(
+        self,
+        layout: PackLayout,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Log-probs, and entropies if asked for, of one pack: [P, 1 or 2]."""
+        has_all_rows = len(layout.scaled_rows) == len(layout.logit_rows)
+        has_temperatures = bool((layout.row_temperatures != 1.0).any())
+        return log_probs_and_entropy(
+            hidden,
+            weight,
+            bias,
+            None if has_all_rows else self._to_device(layout.scaled_rows),
+            self._to_device(layout.row_temperatures) if has_temperatures else None,
+            torch.from_numpy(layout.prediction_rows),
+            torch.from_numpy(layout.targets),
+            with_entropy=self._with_entropy,
         )
-        if index is not None:
-            self._twins[index] = run
-        return run
 
     def _complete(
         self,
@@ -409,9 +485,6 @@ class PhaseRunner:
                 gradients.append(twin.grad if twin.grad is not None else torch.zeros_like(root))
         cache = self._caches.get(run.index) if run.captured else None
         if cache is not None:
-            self._max_cache_bytes = max(
-                self._max_cache_bytes, sum(other.num_bytes for other in self._caches.values())
-            )
             for layer, (key, value) in run.captured.items():
                 grads = cache.gradients(layer)
                 for tensor, gradient in zip((key, value), grads or (), strict=False):
@@ -489,6 +562,11 @@ def _reuse_difference(runner: PhaseRunner) -> tuple[float, float]:
     limit = max(1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05, rounding)
     # The median: a router near a tie may send single tokens elsewhere in half precision.
     return torch.cat(differences).median().item(), limit
+
+
+def _phase(name: str) -> AbstractContextManager:
+    """A range of the profiler; memory.py reports peaks by it."""
+    return record_function(PHASE_PREFIX + name)
 
 
 def _pad(indices: Sequence[int], count: int) -> list[int | None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -19,6 +20,7 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "granite": GraniteConfig,
 }
 VOCAB = 97
 
@@ -50,7 +52,7 @@ def tiny_model(
     }
     if family == "mistral":
         settings["sliding_window"] = None
-    if family != "qwen2":
+    if family not in ("qwen2", "granite"):
         settings["head_dim"] = 16
     model = AutoModelForCausalLM.from_config(
         CONFIGS[family](**{**settings, **config}), attn_implementation="sdpa"

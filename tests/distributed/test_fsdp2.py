@@ -62,6 +62,12 @@ CASES = {
 }
 FIRST_TARGET = {"heads that predict nothing": 31}
 """First token whose log-prob is asked for, where that is not token 1."""
+RECOMPUTED_CASES = (
+    "different rounds, heads and leaves",
+    "one fused, one cut",
+    "one rank has no rollouts",
+    "heads that predict nothing",
+)
 SETTINGS = list(product((False, True), (False, True), (False, True)))
 SETTING_NAMES = ("checkpointing", "reshard", "once")
 
@@ -86,7 +92,9 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_case(model, case: str, rank: int, *, once: bool, mode: str = "auto"):
+def run_case(
+    model, case: str, rank: int, *, once: bool, mode: str = "auto", activations: str = "keep"
+):
     """Run this rank's share; returns what ran and the collectives by name."""
     sequences = CASES[case][rank]
     batch = pack_sequences(
@@ -94,6 +102,7 @@ def run_case(model, case: str, rank: int, *, once: bool, mode: str = "auto"):
         PackBudget(max_tokens=40),
         mode=mode,
         predict=[np.arange(1, len(row)) >= FIRST_TARGET.get(case, 1) for row in sequences],
+        prefix_activations=activations,
     )
     runner = PhaseRunner(
         model=model,
@@ -176,6 +185,12 @@ def all_cases(rank: int, world_size: int) -> dict:
         run_case(model, "uneven", rank, once=True, mode=mode)
         truth = mean_dense_gradients("uneven", rank)
         found[mode] = max_relative_error(full_gradients(model), truth)
+    for case in RECOMPUTED_CASES:
+        model = sharded_model(checkpointing=False, reshard=True)
+        activations = ("recompute", "keep")[rank]
+        stats, collectives = run_case(model, case, rank, once=True, activations=activations)
+        error = max_relative_error(full_gradients(model), mean_dense_gradients(case, rank))
+        found["recompute", case] = (error, stats.prefix_activations, collectives)
     for name, settings in (
         ("plain", {"foreach": False}),
         ("foreach", {"foreach": True}),
@@ -214,6 +229,16 @@ def test_gradients_are_the_mean_of_dense_ones(results, case, setting):
 def test_forced_plans(results, mode):
     for error, worst in (result[mode] for result in results):
         assert error < TOLERANCE, worst
+
+
+@pytest.mark.parametrize("case", RECOMPUTED_CASES)
+def test_one_rank_that_recomputes_makes_all_recompute(results, case):
+    kept = results[0][case, (False, True, True)]["collectives"]
+    for (error, worst), activations, collectives in (r["recompute", case] for r in results):
+        assert error < TOLERANCE, worst
+        assert activations == "recompute"
+        assert collectives == results[0]["recompute", case][2]
+        assert collectives.total() > kept.total(), "heads run forward twice"
 
 
 def test_ranks_differ_where_they_should(results):

@@ -98,9 +98,18 @@ def equal_groups(num_groups: int, prompt: int, num_responses: int, response: int
     return sequences
 
 
-def run_and_count(model, sequences, budget: PackBudget, mode: str, with_entropy: bool = True):
+def run_and_count(
+    model,
+    sequences,
+    budget: PackBudget,
+    mode: str,
+    with_entropy: bool = True,
+    activations: str = "keep",
+):
     """What is alive whenever the loss of a pack is asked for, and after everything has run."""
-    batch = pack_sequences([row.numpy() for row in sequences], budget, mode=mode)
+    batch = pack_sequences(
+        [row.numpy() for row in sequences], budget, mode=mode, prefix_activations=activations
+    )
     runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
     loss = sum_losses(rollout_loss(len(sequences)))
     counts, kept = [], []
@@ -152,6 +161,21 @@ def test_leaves_leave_only_heads_alive(checkpointing):
     assert len(counts) == num_groups * num_leaves
     assert {carriers for _, _, carriers in counts} == {3}, "two contexts and the head's cache"
     assert len(set(counts)) == 1, "no growth over leaves, nor over rounds"
+    assert after == (0, 0, 0)
+
+
+@checkpointing
+def test_recomputed_heads_keep_no_graph_while_leaves_run(checkpointing):
+    """A tree with a head that costs as much as a leaf: half of the graph is there."""
+    sequences = equal_groups(1, prompt=12, num_responses=4, response=13)
+    model = tiny_model(num_layers=2, checkpointing=checkpointing)
+    budget = PackBudget(max_tokens=12)
+    kept, _, _ = run_and_count(model, sequences, budget, "auto")
+    counts, after, stats = run_and_count(model, sequences, budget, "auto", activations="recompute")
+    assert len(set(counts)) == len(set(kept)) == 1 and len(counts) == len(kept) == 4
+    (saved, outputs, _), (kept_saved, kept_outputs, _) = counts[0], kept[0]
+    assert outputs < 0.6 * kept_outputs
+    assert saved < 0.6 * kept_saved
     assert after == (0, 0, 0)
 
 

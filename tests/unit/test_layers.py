@@ -7,7 +7,16 @@ import textwrap
 import pytest
 
 PURE = ("forest", "plan", "packing", "accounting", "config", "lengths")
-TORCH = ("attention", "kv_cache", "log_probs", "memory", "model_hook", "phases", "verify")
+TORCH = (
+    "activations",
+    "attention",
+    "kv_cache",
+    "log_probs",
+    "memory",
+    "model_hook",
+    "phases",
+    "verify",
+)
 HOST_PACKAGES = ("verl", "ray", "vllm", "tensordict", "hydra", "omegaconf")
 
 IMPORT_ONLY = """
