@@ -43,6 +43,42 @@ class ModelShape:
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return elements * (element_bytes + gradient_bytes)
 
+    def activation_bytes_per_token(self, *, element_bytes: int, checkpointing: bool) -> int:
+        """Bytes that autograd keeps of one token of a prefix, besides keys and values.
+
+        Counts what eager Hugging Face code saves for backward: of a norm its input in float32, its
+        normalised input and its output (of norms of queries and keys, which not every model has,
+        the first two); queries and attention outputs; four activations of the gated MLP; cosines
+        and sines. Activation checkpointing keeps a layer's input alone.
+        """
+        norm = self.hidden * (4 + 2 * element_bytes)
+        outside = norm + 2 * self.head_dim * element_bytes
+        if checkpointing:
+            return self.num_layers * self.hidden * element_bytes + outside
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        head_norms = (queries + keys) * (4 + element_bytes)
+        rest = (2 * queries + 4 * self.intermediate) * element_bytes
+        return self.num_layers * (2 * norm + head_norms + rest) + outside
+
+    def max_prefix_tokens(
+        self,
+        max_bytes: int,
+        *,
+        element_bytes: int,
+        gradient_bytes: int,
+        kept_activations: bool,
+        checkpointing: bool,
+    ) -> int:
+        """Prefix tokens, at least 1, whose caches (and activations, if kept) fit `max_bytes`."""
+        per_token = self.cache_bytes_per_token(
+            element_bytes=element_bytes, gradient_bytes=gradient_bytes
+        )
+        if kept_activations:
+            per_token += self.activation_bytes_per_token(
+                element_bytes=element_bytes, checkpointing=checkpointing
+            )
+        return max(1, max_bytes // per_token)
+
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
         """Read the sizes from a Hugging Face config of a Llama-like model."""

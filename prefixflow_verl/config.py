@@ -23,6 +23,7 @@ METRIC_PREFIX = "prefixflow/"
 ON_UNSUPPORTED = ("error", "fallback")
 ATTENTION_BACKENDS = ("auto", "reference", "sdpa_cpu")
 CACHE_GRAD_DTYPES = ("float32", "param")
+PREFIX_ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 PLANS = ("auto", "fused", "cut", "off")
 
 
@@ -47,8 +48,12 @@ class PrefixFlowOptions:
     """Most executed tokens in one model forward. Tokens, 1 or more; None takes verl's budget
     (`ppo_max_token_len_per_gpu` and `log_prob_max_token_len_per_gpu`)."""
     max_cache_bytes: int | None = None
-    """Most bytes of keys, values and their gradients alive at one time. Bytes per rank, 1 or
-    more; None sets no limit."""
+    """Most bytes that shared prefixes may hold while their suffixes run: keys, values, gradients of
+    both, and activations where those are kept. Bytes per rank, 1 or more; None sets no limit."""
+    prefix_activations: str = "auto"
+    """What happens to the activations of a prefix while its suffixes run: `keep`; `offload` to the
+    CPU; `recompute` by one more forward of the prefix; `auto` keeps them unless a prefix would
+    then have to give up sharing for `max_cache_bytes`, and recomputes in that case."""
     cache_grad_dtype: str = "float32"
     """Dtype in which gradients of cached keys and values are summed over a group: `float32`, or
     `param` for the dtype of the keys themselves (half the memory in bf16, less exact)."""
@@ -66,6 +71,7 @@ class PrefixFlowOptions:
         _require_one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("cache_grad_dtype", self.cache_grad_dtype, CACHE_GRAD_DTYPES)
+        _require_one_of("prefix_activations", self.prefix_activations, PREFIX_ACTIVATIONS)
         _require_one_of("plan", self.plan, PLANS)
         _require_positive_or_none("max_tokens_per_pack", self.max_tokens_per_pack)
         _require_positive_or_none("max_cache_bytes", self.max_cache_bytes)

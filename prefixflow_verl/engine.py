@@ -24,6 +24,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from prefixflow_verl.accounting import ModelShape, reuse_ratio
+from prefixflow_verl.activations import PrefixActivations
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
@@ -35,6 +36,7 @@ from prefixflow_verl.model_hook import (
 )
 from prefixflow_verl.phases import (
     CompletedRollouts,
+    PackedBatch,
     PhaseRunner,
     RunStats,
     check_reuse,
@@ -110,6 +112,12 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             logger.warning(
                 "prefixflow: reusing prefixes, attention backend %s", self._runner.backend.name
             )
+            if self.options.prefix_activations == "offload" and device.type == "cpu":
+                logger.warning(
+                    "prefixflow: %s.prefix_activations=offload moves nothing on a CPU, use "
+                    "recompute to save memory",
+                    OPTIONS_PATH,
+                )
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -130,14 +138,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             dp_size=self.get_data_parallel_size(),
         )
         batch = read_rollouts(data, loss_tokens_only=not forward_only)
-        packed = pack_sequences(
-            batch.token_ids,
-            self._budget(data),
-            predict=batch.predict,
-            temperatures=batch.temperatures,
-            mode=self.options.plan,
-            min_shared_tokens=self.options.min_shared_tokens,
-        )
+        packed = self._pack(data, batch, forward_only)
         keep_output = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
@@ -158,15 +159,47 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         output["metrics"].update(self._reuse_metrics(stats, forward_only))
         return output
 
-    def _budget(self, data: TensorDict) -> PackBudget:
+    def _pack(self, data: TensorDict, batch: RolloutBatch, forward_only: bool) -> PackedBatch:
+        """Plan one call: keys, values and activations of its prefixes fit `max_cache_bytes`."""
+        activations = self.options.prefix_activations
+
+        def pack(activations: PrefixActivations) -> PackedBatch:
+            return pack_sequences(
+                batch.token_ids,
+                self._budget(data, activations, forward_only),
+                predict=batch.predict,
+                temperatures=batch.temperatures,
+                mode=self.options.plan,
+                min_shared_tokens=self.options.min_shared_tokens,
+                prefix_activations=activations,
+            )
+
+        if activations != "auto":
+            return pack(activations)
+        kept = pack("keep")
+        if self.options.max_cache_bytes is None or forward_only:
+            return kept
+        if not kept.plan.num_dissolved_trees:
+            return kept
+        recomputed = pack("recompute")
+        shares_more = recomputed.plan.num_dissolved_trees < kept.plan.num_dissolved_trees
+        return recomputed if shares_more else kept
+
+    def _budget(
+        self, data: TensorDict, activations: PrefixActivations, forward_only: bool
+    ) -> PackBudget:
         """verl's micro-batch settings, or the option that replaces them, as a pack budget."""
         max_cache_tokens = None
         if self.options.max_cache_bytes is not None:
-            shape = ModelShape.from_config(pretrained_model(self.module).config)
             element_bytes = torch.finfo(self._autocast_dtype).bits // 8
-            max_cache_tokens = self.options.max_cache_bytes // shape.cache_bytes_per_token(
+            gradient_bytes = 4 if self.options.cache_grad_dtype == "float32" else element_bytes
+            model = pretrained_model(self.module)
+            max_cache_tokens = ModelShape.from_config(model.config).max_prefix_tokens(
+                self.options.max_cache_bytes,
                 element_bytes=element_bytes,
-                gradient_bytes=4 if self.options.cache_grad_dtype == "float32" else element_bytes,
+                gradient_bytes=0 if forward_only else gradient_bytes,
+                kept_activations=activations == "keep" and not forward_only,
+                checkpointing=model.is_gradient_checkpointing,
             )
         max_tokens, max_rollouts = self.options.max_tokens_per_pack, None
         if max_tokens is None:
@@ -177,7 +210,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         return PackBudget(
             max_tokens=max_tokens,
             max_rollouts=max_rollouts,
-            max_cache_tokens=None if max_cache_tokens is None else max(1, max_cache_tokens),
+            max_cache_tokens=max_cache_tokens,
             cut_overhead_tokens=self.options.cut_overhead_tokens,
         )
 
@@ -257,6 +290,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             **self._over_ranks(counts, torch.distributed.ReduceOp.SUM),
             **self._over_ranks(slowest, torch.distributed.ReduceOp.MAX),
         }
+        values["prefixes_recomputed"] = float(stats.prefix_activations == "recompute")
         values["reuse_ratio"] = reuse_ratio(values["logical_tokens"], values["executed_tokens"])
         if forward_only:
             self._log_prob_totals = values

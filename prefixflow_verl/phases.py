@@ -581,6 +581,7 @@ class PrefixFlow:
         max_tokens_per_pack: executed tokens in one forward; larger trees are cut.
         attention_backend: `auto`, `reference` or `sdpa_cpu`.
         min_shared_tokens: shorter shared runs are computed by each rollout itself.
+        prefix_activations: `keep`, `offload` or `recompute`, see activations.py.
         process_group: under FSDP2, the ranks that shard the model.
         self_check: run `check_reuse` now, five forwards of at most 15 tokens.
 
@@ -595,6 +596,7 @@ class PrefixFlow:
         max_tokens_per_pack: int = 16384,
         attention_backend: str = "auto",
         min_shared_tokens: int = 1,
+        prefix_activations: PrefixActivations = "keep",
         process_group: dist.ProcessGroup | None = None,
         self_check: bool = True,
     ) -> None:
@@ -602,6 +604,11 @@ class PrefixFlow:
         device = next(model.parameters()).device
         self._budget = PackBudget(max_tokens=max_tokens_per_pack)
         self._min_shared_tokens = min_shared_tokens
+        if prefix_activations not in ORDER:
+            raise ValueError(
+                f"prefix_activations={prefix_activations!r} must be one of {', '.join(ORDER)}"
+            )
+        self._prefix_activations = prefix_activations
         self._runner = PhaseRunner(
             model=model,
             backend=choose_backend(attention_backend, device),
@@ -682,4 +689,5 @@ class PrefixFlow:
             predict=predict,
             temperatures=temperatures,
             min_shared_tokens=self._min_shared_tokens,
+            prefix_activations=self._prefix_activations,
         )

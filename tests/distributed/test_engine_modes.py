@@ -6,6 +6,8 @@ ranks, copies the weights from one to the other, and compares several updates.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from tests.engines import (
     tokens,
     use_cpu_platform,
 )
+
+CACHE_BYTES = 40_000
+"""Holds keys, values and gradients of a prompt of 24 tokens, but not its activations as well."""
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -229,6 +234,10 @@ def _fallback(rank: int, path: str, directory: str) -> dict[str, Any]:
     }
 
 
+def _count(counter: Counter, *_: Any) -> None:
+    counter["forward"] += 1
+
+
 def _options(rank: int, path: str, directory: str) -> dict[str, Any]:
     """Every option changes what is executed, none of them the update."""
     reference = make_worker(path, "fsdp2")
@@ -242,18 +251,33 @@ def _options(rank: int, path: str, directory: str) -> dict[str, Any]:
         ("plan_fused", {"plan": "fused", "max_tokens_per_pack": 40}),
         ("max_tokens_per_pack", {"max_tokens_per_pack": 40}),
         ("max_cache_bytes", {"max_tokens_per_pack": 40, "max_cache_bytes": 1}),
+        ("kept", {"max_tokens_per_pack": 40, "prefix_activations": "keep"}),
+        ("offloaded", {"max_tokens_per_pack": 40, "prefix_activations": "offload"}),
+        ("recomputed", {"max_tokens_per_pack": 40, "prefix_activations": "recompute"}),
+        ("auto_recomputed", {"max_tokens_per_pack": 40, "max_cache_bytes": CACHE_BYTES}),
+        (
+            "kept_for_less_sharing",
+            {
+                "max_tokens_per_pack": 40,
+                "max_cache_bytes": CACHE_BYTES,
+                "prefix_activations": "keep",
+            },
+        ),
         ("min_shared_tokens", {"min_shared_tokens": 1000}),
         ("cut_overhead_tokens", {"max_tokens_per_pack": 40, "cut_overhead_tokens": 10_000}),
         ("reference", {"attention_backend": "reference"}),
         ("param_dtype", {"max_tokens_per_pack": 40, "cache_grad_dtype": "param"}),
     ):
         worker = make_worker(path, "prefixflow", options=options)
+        forwards = Counter()
+        worker.engine.module.register_forward_pre_hook(partial(_count, forwards))
         metrics = _update(worker, rollouts)
         found[name] = {
             key.removeprefix("prefixflow/"): value[0][0]
             for key, value in metrics.items()
             if key.startswith("prefixflow/")
         }
+        found[name]["num_forwards"] = forwards.total()
         found[name]["norm_error"] = abs(metrics["grad_norm"] - norm) / norm
         found[name]["backend"] = worker.engine._runner.backend.name
     return found
@@ -420,6 +444,14 @@ def test_every_option_changes_the_executed_path(results) -> None:
     assert found["max_tokens_per_pack"]["packs"] > found["default"]["packs"]
     assert found["max_cache_bytes"]["dissolved_trees"] > 0
     assert found["max_cache_bytes"]["cache_bytes"] == 0
+    num_packs = found["kept"]["num_forwards"]
+    assert found["recomputed"]["num_forwards"] > num_packs == found["offloaded"]["num_forwards"]
+    assert found["recomputed"]["prefixes_recomputed"] == 1
+    assert found["kept"]["prefixes_recomputed"] == found["offloaded"]["prefixes_recomputed"] == 0
+    assert found["auto_recomputed"]["prefixes_recomputed"] == 1
+    assert found["auto_recomputed"]["dissolved_trees"] == 0
+    assert 0 < found["auto_recomputed"]["cache_bytes"] <= CACHE_BYTES
+    assert found["kept_for_less_sharing"]["dissolved_trees"] > 0
     assert found["min_shared_tokens"]["reuse_ratio"] == 1
     assert found["cut_overhead_tokens"]["dissolved_trees"] > 0
     assert found["reference"]["backend"] == "reference"

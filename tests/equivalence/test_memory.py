@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
+from prefixflow_verl.accounting import ModelShape
 from prefixflow_verl.attention import BACKENDS, SegmentContext
 from prefixflow_verl.kv_cache import PackCache
+from prefixflow_verl.memory import measure_peaks
 from prefixflow_verl.phases import PhaseRunner, pack_sequences
 from prefixflow_verl.plan import PackBudget
 from tests.reference import VOCAB, nested_rollouts, rollout_loss, sum_losses, tiny_model
@@ -177,6 +180,36 @@ def test_recomputed_heads_keep_no_graph_while_leaves_run(checkpointing):
     assert outputs < 0.6 * kept_outputs
     assert saved < 0.6 * kept_saved
     assert after == (0, 0, 0)
+
+
+@checkpointing
+@pytest.mark.parametrize("family, least", [("qwen3", 0.9), ("llama", 0.7)])
+def test_the_formula_of_kept_activations_bounds_what_is_kept(family, least, checkpointing):
+    """By the allocator, from two prompt lengths, while the one suffix of each runs."""
+    model = tiny_model(family, num_layers=4, num_heads=8, checkpointing=checkpointing)
+    lengths = (256, 512)
+
+    def suffix_peak(prompt: int) -> int:
+        sequences = [row.numpy() for row in equal_groups(1, prompt, 2, 2)]
+        batch = pack_sequences(
+            sequences,
+            PackBudget(max_tokens=prompt),
+            mode="cut",
+            predict=[np.arange(1, len(row)) >= prompt for row in sequences],
+        )
+        runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
+        loss = sum_losses(rollout_loss(len(sequences)))
+        runner.backward(batch, loss, with_entropy=True)
+        peaks = measure_peaks(
+            lambda: runner.backward(batch, loss, with_entropy=True), torch.device("cpu")
+        )
+        return peaks.phase_bytes["suffix"]
+
+    measured = (suffix_peak(lengths[1]) - suffix_peak(lengths[0])) / (lengths[1] - lengths[0])
+    shape = ModelShape.from_config(model.config)
+    predicted = shape.activation_bytes_per_token(element_bytes=4, checkpointing=checkpointing)
+    predicted += shape.cache_bytes_per_token(element_bytes=4, gradient_bytes=4)
+    assert least * predicted < measured <= 1.01 * predicted
 
 
 @checkpointing

@@ -109,6 +109,7 @@ def test_every_option_of_the_config_reaches_both_engines(name, assets):
         "attention_backend": "reference",
         "max_tokens_per_pack": 77,
         "max_cache_bytes": 88,
+        "prefix_activations": "recompute",
         "cache_grad_dtype": "param",
         "plan": "cut",
         "min_shared_tokens": 99,
