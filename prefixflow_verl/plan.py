@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Literal
 
 import numpy as np
 
 from prefixflow_verl.accounting import reuse_ratio
-from prefixflow_verl.forest import PrefixForest, build_forest
+from prefixflow_verl.forest import PrefixForest, build_forest, separate_trees, split_segments
 
 PlanMode = Literal["auto", "fused", "cut", "off"]
 
@@ -38,17 +39,26 @@ class PackBudget:
     """What one pack and the live caches may hold. Exactly one of the first two is set."""
 
     max_tokens: int | None = None
-    """Executed tokens per pack. One segment longer than this still runs, alone."""
+    """Executed tokens per pack. One segment longer than this still runs, alone, unless
+    `split_segments` is set."""
     max_rollouts: int | None = None
     """Sequences (root-to-leaf paths) per pack, for fixed micro-batches."""
     max_cache_tokens: int | None = None
     """Cached tokens alive at once; None: no bound. A tree that needs more shares less."""
     cut_overhead_tokens: int = 0
     """A cut that saves fewer tokens than this is not worth its extra forward and backward."""
+    split_segments: bool = False
+    """Run a segment longer than `max_tokens` in pieces of at most that many tokens; each piece
+    continues the one before it through the cache. The cache of a rollout in pieces may exceed
+    `max_cache_tokens`: sharing less would not make it smaller."""
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.max_rollouts is None):
             raise ValueError("PackBudget: set exactly one of max_tokens and max_rollouts")
+        if self.split_segments and self.max_tokens is None:
+            raise ValueError(
+                "PackBudget.split_segments splits by tokens: set max_tokens instead of max_rollouts"
+            )
         for name in ("max_tokens", "max_rollouts", "max_cache_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -133,25 +143,25 @@ def make_plan(
     Args:
         sequences: R integer arrays, see `build_forest`.
         budget: bounds of packs and caches.
-        mode: `auto` cuts where the budget asks for it; `fused` never cuts; `cut` cuts every edge
-            below a shared segment; `off` shares nothing (plain packed micro-batches).
+        mode: `auto` cuts where the budget asks for it; `fused` never cuts, so it never splits a
+            segment either; `cut` cuts every edge; `off` shares nothing (plain packed
+            micro-batches).
         keys, min_shared_tokens: see `build_forest`.
     """
     if mode == "off":
-        forest = build_forest(sequences, keys=list(range(len(sequences))))
-        return forest, plan_cuts(forest, np.zeros(forest.num_segments, dtype=bool), budget)
-    keys = list(keys) if keys is not None else [None] * len(sequences)
+        keys = range(len(sequences))
+    trie = build_forest(sequences, keys=keys, min_shared_tokens=min_shared_tokens)
     num_dissolved = 0
     while True:
-        forest = build_forest(sequences, keys=keys, min_shared_tokens=min_shared_tokens)
+        split = budget.split_segments and mode != "fused"
+        forest = split_segments(trie, budget.max_tokens) if split else trie
         cut = _choose_cuts(forest, budget, mode)
-        plan = plan_cuts(forest, cut, budget)
-        dissolve = _roots_not_worth_it(forest, plan, budget) if mode != "cut" else []
-        if not dissolve:
-            return forest, replace(plan, num_dissolved_trees=num_dissolved)
-        num_dissolved += len(dissolve)
-        for root in dissolve:
-            _separate_children(forest, root, keys)
+        trees = _trees_not_worth_it(forest, cut, budget) if mode != "cut" else ()
+        if not len(trees):
+            break
+        num_dissolved += len(trees)
+        trie = separate_trees(trie, np.flatnonzero(trie.parent < 0)[trees])
+    return forest, replace(plan_cuts(forest, cut, budget), num_dissolved_trees=num_dissolved)
 
 
 def plan_cuts(forest: PrefixForest, cut: np.ndarray, budget: PackBudget) -> Plan:
@@ -159,36 +169,73 @@ def plan_cuts(forest: PrefixForest, cut: np.ndarray, budget: PackBudget) -> Plan
 
     More edges may be cut than asked for: see [Note: heads and leaves].
     """
-    cut = cut & (forest.parent >= 0)
-    is_head = _has_cut_below(forest, cut)
-    # A segment without cut edges below it leaves its parent's head pack.
-    cut = cut | ((forest.parent >= 0) & ~is_head & is_head[forest.parent])
-    component, level = _components(forest, cut)
-    rounds_of_components = _group_rounds(forest, component, is_head, budget)
-    packs: list[Pack] = []
-    rounds: list[Round] = []
-    members: dict[int, list[int]] = {}
-    for segment, top in enumerate(component.tolist()):
-        members.setdefault(top, []).append(segment)
-    for tops in rounds_of_components:
-        heads: list[int] = []
-        head_tops = [top for top in tops if is_head[top]]
-        for depth in sorted({int(level[top]) for top in head_tops}):
-            at_depth = [top for top in head_tops if level[top] == depth]
-            for bin_ in _fill_bins(forest, at_depth, members, budget):
-                heads.append(len(packs))
-                packs.append(Pack(segments=bin_, is_head=True, level=depth))
-        leaves: list[int] = []
-        leaf_tops = [top for top in tops if not is_head[top]]
-        for bin_ in _fill_bins(forest, leaf_tops, members, budget):
-            leaves.append(len(packs))
-            packs.append(Pack(segments=bin_, is_head=False, level=int(level[list(bin_)].max())))
-        rounds.append(Round(heads=tuple(heads), leaves=tuple(leaves)))
-    pack_of = np.full(forest.num_segments, -1, dtype=np.int64)
-    for index, pack in enumerate(packs):
-        pack_of[list(pack.segments)] = index
+    cut, is_head = _heads_apart(forest, cut)
+    level = _levels(forest, cut)
+    component = _components(forest, cut)
+    tops = np.flatnonzero(cut | (forest.parent < 0))
+    round_ = _group_rounds(forest, is_head, budget)[tops]
+    # One bin packing per round and level of heads, and one per round for its leaves.
+    kind = np.where(is_head[tops], level[tops], forest.num_segments)
+    by_kind = np.lexsort((kind, round_))
+    weights = _component_weights(forest, component, cut, budget)[by_kind].tolist()
+    is_next = (np.diff(round_[by_kind]) != 0) | (np.diff(kind[by_kind]) != 0)
+    ends = [*(np.flatnonzero(is_next) + 1).tolist(), len(tops)]
+    packs: list[int] = []
+    num_packs = 0
+    for begin, end in zip([0, *ends], ends, strict=False):
+        bins = _fill_bins(weights[begin:end], budget.pack_limit)
+        packs += [num_packs + bin_ for bin_ in bins]
+        num_packs += max(bins, default=-1) + 1
+    pack_of_component = np.empty(len(tops), dtype=np.int64)
+    pack_of_component[by_kind] = packs
+    pack_of = pack_of_component[component]
+    round_of_pack = np.empty(num_packs, dtype=np.int64)
+    round_of_pack[pack_of_component] = round_
+    pack_is_head = np.zeros(num_packs, dtype=bool)
+    pack_is_head[pack_of_component] = is_head[tops]
+    pack_level = np.zeros(num_packs, dtype=np.int64)
+    np.maximum.at(pack_level, pack_of_component, level[tops])
     return Plan(
-        packs=tuple(packs), rounds=tuple(rounds), pack_of=pack_of, num_cut_edges=int(cut.sum())
+        packs=_make_packs(pack_of, pack_is_head, pack_level),
+        rounds=_make_rounds(round_of_pack, pack_is_head),
+        pack_of=pack_of,
+        num_cut_edges=int(cut.sum()),
+    )
+
+
+def _heads_apart(forest: PrefixForest, cut: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[S] bool each: edges to cut, and segments with a cut edge somewhere below.
+
+    See [Note: heads and leaves] for the edges that join `cut`.
+    """
+    has_parent = forest.parent >= 0
+    cut = cut & has_parent
+    is_head = _subtree_sums(forest, cut) - cut > 0
+    # A segment without cut edges below it leaves its parent's head pack.
+    return cut | (has_parent & ~is_head & is_head[forest.parent]), is_head
+
+
+def _make_packs(pack_of: np.ndarray, is_head: np.ndarray, level: np.ndarray) -> tuple[Pack, ...]:
+    """Packs from the pack of each segment and the kind and level of each pack."""
+    segments = np.argsort(pack_of, kind="stable").tolist()
+    ends = np.cumsum(np.bincount(pack_of, minlength=len(is_head))).tolist()
+    return tuple(
+        Pack(segments=tuple(segments[begin:end]), is_head=head, level=depth)
+        for begin, end, head, depth in zip(
+            [0, *ends], ends, is_head.tolist(), level.tolist(), strict=False
+        )
+    )
+
+
+def _make_rounds(round_of_pack: np.ndarray, is_head: np.ndarray) -> tuple[Round, ...]:
+    """Rounds of packs that are numbered by round, heads first."""
+    num_packs = np.bincount(round_of_pack)
+    num_heads = np.bincount(round_of_pack[is_head], minlength=len(num_packs))
+    ends = np.cumsum(num_packs)
+    bounds = np.stack([ends - num_packs, ends - num_packs + num_heads, ends], axis=1)
+    return tuple(
+        Round(heads=tuple(range(begin, first_leaf)), leaves=tuple(range(first_leaf, end)))
+        for begin, first_leaf, end in bounds.tolist()
     )
 
 
@@ -201,160 +248,181 @@ def _choose_cuts(forest: PrefixForest, budget: PackBudget, mode: PlanMode) -> np
     if mode == "fused":
         return cut
     # Bottom-up: where a segment and what is still attached below it exceed the limit, detach the
-    # heaviest children first. This minimises the number of pieces (Kundu and Misra, 1977).
-    own = _own_weights(forest, budget)
-    attached = own.copy()
+    # heaviest children first. This minimises the number of pieces (Kundu and Misra, 1977). A
+    # segment whose whole subtree fits needs no look.
+    is_leaf = forest.subtree_end == np.arange(forest.num_segments) + 1
     by_tokens = budget.max_tokens is not None
-    for segment in range(forest.num_segments - 1, -1, -1):
-        children = forest.children(segment)
-        if not children:
-            continue
-        weights = sorted(((int(attached[child]), child) for child in children), reverse=True)
-        total = sum(weight for weight, _ in weights) + (int(own[segment]) if by_tokens else 0)
-        for weight, child in weights:
+    weight = _subtree_sums(forest, forest.lengths if by_tokens else is_leaf)
+    is_heavy = weight > budget.pack_limit
+    children = np.flatnonzero(has_parent & is_heavy[forest.parent])
+    children = children[np.argsort(forest.parent[children], kind="stable")]
+    heavy, begin = np.unique(forest.parent[children], return_index=True)
+    own = forest.lengths[heavy] if by_tokens else np.zeros_like(heavy)
+    attached = weight.tolist()
+    children = children.tolist()
+    detached: list[int] = []
+    end = len(children)
+    for segment, total, first in np.stack([heavy, own, begin])[:, ::-1].T.tolist():
+        weights = sorted([(attached[child], child) for child in children[first:end]], reverse=True)
+        end = first
+        total += sum([child_weight for child_weight, _ in weights])
+        for child_weight, child in weights:
             if total <= budget.pack_limit:
                 break
-            cut[child] = True
-            total -= weight
-        attached[segment] = max(total, int(own[segment]))
+            detached.append(child)
+            total -= child_weight
+        attached[segment] = max(total, 1)
+    cut[detached] = True
     return cut
 
 
-def _own_weights(forest: PrefixForest, budget: PackBudget) -> np.ndarray:
-    """[S] int64: tokens of each segment, or one sequence each when the budget counts rollouts."""
-    return forest.lengths if budget.max_tokens is not None else np.ones_like(forest.lengths)
+def _subtree_sums(forest: PrefixForest, values: np.ndarray) -> np.ndarray:
+    """[S] int64: sum of `values` ([S] integers or bool) over each segment and all below it."""
+    sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    return sums[forest.subtree_end] - sums[:-1]
 
 
-def _has_cut_below(forest: PrefixForest, cut: np.ndarray) -> np.ndarray:
-    """[S] bool: some edge below this segment is cut."""
-    # Preorder: the edges below s are those above s + 1 .. subtree_end[s] - 1.
-    count = np.concatenate([[0], np.cumsum(cut)])
-    ids = np.arange(forest.num_segments)
-    return count[forest.subtree_end] - count[ids + 1] > 0
+def _levels(forest: PrefixForest, cut: np.ndarray) -> np.ndarray:
+    """[S] int64: cut edges above each segment."""
+    # In preorder a cut edge counts from its lower end to the end of that subtree.
+    ended = np.bincount(forest.subtree_end[cut], minlength=forest.num_segments + 1)[:-1]
+    return np.cumsum(cut - ended)
 
 
-def _components(forest: PrefixForest, cut: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Top segment of each segment's uncut component, and the number of cut edges above it."""
-    top = np.arange(forest.num_segments)
-    level = np.zeros(forest.num_segments, dtype=np.int64)
-    for segment, parent in enumerate(forest.parent.tolist()):
-        if parent >= 0:
-            level[segment] = level[parent] + int(cut[segment])
-            if not cut[segment]:
-                top[segment] = top[parent]
-    return top, level
+def _components(forest: PrefixForest, cut: np.ndarray) -> np.ndarray:
+    """[S] int64: number of each segment's uncut component, counted by their top segments."""
+    is_top = cut | (forest.parent < 0)
+    above = np.where(is_top, np.arange(forest.num_segments), forest.parent)
+    while True:
+        # Each step doubles the distance to the segment above.
+        further = above[above]
+        if np.array_equal(further, above):
+            return np.cumsum(is_top)[above] - 1
+        above = further
 
 
-def _group_rounds(
-    forest: PrefixForest, component: np.ndarray, is_head: np.ndarray, budget: PackBudget
-) -> list[list[int]]:
-    """Component tops of each round: cut trees while their heads fit, fused trees with the last."""
-    lengths = forest.lengths
+def _component_weights(
+    forest: PrefixForest, component: np.ndarray, cut: np.ndarray, budget: PackBudget
+) -> np.ndarray:
+    """[number of components] int64: executed tokens, or root-to-leaf paths inside it."""
+    if budget.max_tokens is not None:
+        values = forest.lengths
+    else:
+        values = np.ones(forest.num_segments, dtype=np.int64)
+        values[forest.parent[~cut & (forest.parent >= 0)]] = 0
+    weights = np.zeros(component.max(initial=-1) + 1, dtype=np.int64)
+    np.add.at(weights, component, values)
+    return weights
+
+
+def _group_rounds(forest: PrefixForest, is_head: np.ndarray, budget: PackBudget) -> np.ndarray:
+    """[S] int64: round of each segment's tree.
+
+    Cut trees share a round while their heads fit, fused trees go with the last.
+    """
+    roots = np.flatnonzero(forest.parent < 0)
+    head_tokens = _subtree_sums(forest, forest.lengths * is_head)[roots]
     limit = budget.max_cache_tokens
-    cut_rounds: list[list[int]] = []
-    fused: list[int] = []
-    live_tokens = live_weight = 0
-    for root in forest.roots:
-        below = slice(root, int(forest.subtree_end[root]))
-        tops = np.unique(component[below]).tolist()
-        if len(tops) == 1:
-            fused += tops
-            continue
-        heads = np.flatnonzero(is_head[below]) + root
-        tokens = int(lengths[heads].sum())
+    num_rounds = live_tokens = live_weight = 0
+    rounds: list[int] = []
+    for tokens in head_tokens[is_head[roots]].tolist():
         weight = tokens if budget.max_tokens is not None else 1
         full = live_weight + weight > budget.pack_limit
-        if not cut_rounds or full or (limit is not None and live_tokens + tokens > limit):
-            cut_rounds.append([])
+        if not num_rounds or full or (limit is not None and live_tokens + tokens > limit):
+            num_rounds += 1
             live_tokens = live_weight = 0
-        cut_rounds[-1] += tops
+        rounds.append(num_rounds - 1)
         live_tokens += tokens
         live_weight += weight
-    if not fused:
-        return cut_rounds
-    if not cut_rounds:
-        return [fused]
-    cut_rounds[-1] += fused
-    return cut_rounds
+    round_of_tree = np.full(len(roots), max(num_rounds - 1, 0), dtype=np.int64)
+    round_of_tree[is_head[roots]] = rounds
+    return np.repeat(round_of_tree, forest.subtree_end[roots] - roots)
 
 
-def _fill_bins(
-    forest: PrefixForest, tops: list[int], members: dict[int, list[int]], budget: PackBudget
-) -> list[tuple[int, ...]]:
-    """Put whole components into packs: in preorder, or first-fit decreasing if that is fewer."""
-    if not tops:
-        return []
-    lengths = forest.lengths
-    if budget.max_tokens is not None:
-        weights = {top: int(lengths[members[top]].sum()) for top in tops}
-    else:
-        weights = {top: _num_paths(forest, members[top]) for top in tops}
-    in_order: list[list[int]] = []
-    room = 0
-    for top in sorted(tops):
-        if not in_order or weights[top] > room:
-            in_order.append([])
-            room = budget.pack_limit
-        in_order[-1].append(top)
-        room -= weights[top]
-    bins = in_order
-    # A component over the limit fills one bin, however large it is.
-    fill = sum(min(weight, budget.pack_limit) for weight in weights.values())
-    if len(in_order) > -(-fill // budget.pack_limit):
-        decreasing = _first_fit_decreasing(weights, budget.pack_limit)
-        bins = decreasing if len(decreasing) < len(in_order) else in_order
-    return [tuple(sorted(segment for top in bin_ for segment in members[top])) for bin_ in bins]
+def _fill_bins(weights: list[int], limit: int) -> list[int]:
+    """Bin of each item: in the given order, or first-fit decreasing if that needs fewer bins."""
+    in_order: list[int] = []
+    place, room = -1, 0
+    for weight in weights:
+        if place < 0 or weight > room:
+            place, room = place + 1, limit
+        room -= weight
+        in_order.append(place)
+    # An item over the limit fills one bin, however large it is.
+    fill = sum([min(weight, limit) for weight in weights])
+    if place + 1 > -(-fill // limit):
+        decreasing = _first_fit_decreasing(weights, limit)
+        if max(decreasing) < place:
+            return decreasing
+    return in_order
 
 
-def _first_fit_decreasing(weights: dict[int, int], limit: int) -> list[list[int]]:
-    bins: list[list[int]] = []
+def _first_fit_decreasing(weights: list[int], limit: int) -> list[int]:
+    """Bin of each item; items by falling weight, each in the first bin that has room."""
+    bins = [0] * len(weights)
+    num_bins = 0
+    # Items get smaller, so a bin without room for one may have room for a later one.
+    roomy: list[int] = []  # heap: bins with room for the present item
+    short: list[tuple[int, int]] = []  # heap: (-room, bin) of the others
     rooms: list[int] = []
-    for top in sorted(weights, key=lambda top: (-weights[top], top)):
-        place = next((i for i, room in enumerate(rooms) if weights[top] <= room), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        weight = weights[item]
+        while short and -short[0][0] >= weight:
+            heappush(roomy, heappop(short)[1])
+        if not roomy:
+            roomy.append(num_bins)
             rooms.append(limit)
-        bins[place].append(top)
-        rooms[place] -= weights[top]
+            num_bins += 1
+        place = roomy[0]
+        bins[item] = place
+        rooms[place] -= weight
+        if rooms[place] < weight:
+            heappush(short, (-rooms[place], heappop(roomy)))
     return bins
 
 
-def _num_paths(forest: PrefixForest, segments: list[int]) -> int:
-    """Root-to-leaf paths inside one component."""
-    inside = set(segments)
-    with_child = {int(forest.parent[segment]) for segment in segments} & inside
-    return len(inside) - len(with_child)
+def _trees_not_worth_it(forest: PrefixForest, cut: np.ndarray, budget: PackBudget) -> np.ndarray:
+    """Numbers of the trees whose shared root saves less than a cut costs, or that need more cache
+    than allowed.
+
+    A cut costs nothing extra where one pack holds everything right below it.
+    """
+    cut, is_head = _heads_apart(forest, cut)
+    component = _components(forest, cut)
+    weight = _component_weights(forest, component, cut, budget)[component]
+    roots = np.flatnonzero(forest.parent < 0)
+    # A root may be in pieces: what it shares ends with the last one.
+    last_piece = _last_pieces(forest)[roots]
+    is_last_piece = np.zeros(forest.num_segments, dtype=bool)
+    is_last_piece[last_piece] = True
+    children = np.flatnonzero((forest.parent >= 0) & is_last_piece[forest.parent])
+    above = forest.parent[children]
+    # Rollouts that end at the root would run it once more, together.
+    num_runs = np.zeros(forest.num_segments, dtype=np.int64)
+    num_runs[forest.end_segment[forest.end_segment >= 0]] = 1
+    np.add.at(num_runs, above, 1)
+    saved = forest.end[last_piece] * (num_runs[last_piece] - 1)
+    # Children take several packs if they differ from the first in kind or are too much for one.
+    kind = 2 * is_head + cut
+    is_spread = np.zeros(forest.num_segments, dtype=bool)
+    is_spread[above[kind[children] != kind[above + 1]]] = True
+    weight_below = np.zeros(forest.num_segments, dtype=np.int64)
+    np.add.at(weight_below, above, weight[children] * cut[children])
+    has_siblings = forest.subtree_end[above + 1] < forest.subtree_end[above]
+    above = above[has_siblings]
+    is_spread[above] |= weight_below[above] > budget.pack_limit
+    not_worth_it = is_spread[last_piece] & (saved < budget.cut_overhead_tokens)
+    if budget.max_cache_tokens is not None:
+        head_tokens = _subtree_sums(forest, forest.lengths * is_head)[roots]
+        not_worth_it |= head_tokens > budget.max_cache_tokens
+    # One rollout, or equal ones, in pieces: there is nothing to separate.
+    return np.flatnonzero(not_worth_it & is_head[roots] & (num_runs[last_piece] > 1))
 
 
-def _roots_not_worth_it(forest: PrefixForest, plan: Plan, budget: PackBudget) -> list[int]:
-    """Cut roots that save less than a cut costs, or whose tree needs more cache than allowed."""
-    lengths = forest.lengths
-    out = []
-    for root in forest.roots:
-        segments = range(root, int(forest.subtree_end[root]))
-        head_tokens = sum(
-            int(lengths[segment])
-            for segment in segments
-            if plan.packs[plan.pack_of[segment]].is_head
-        )
-        if not head_tokens:
-            continue
-        packs_below = {int(plan.pack_of[child]) for child in forest.children(root)}
-        num_pieces = len(forest.children(root)) + int((forest.end_segment == root).any())
-        saved = int(lengths[root]) * (num_pieces - 1)
-        too_small = len(packs_below) > 1 and saved < budget.cut_overhead_tokens
-        over = budget.max_cache_tokens is not None and head_tokens > budget.max_cache_tokens
-        if too_small or over:
-            out.append(root)
-    return out
-
-
-def _separate_children(forest: PrefixForest, root: int, keys: list[Hashable]) -> None:
-    """Give the rollouts below each child of `root` a key of their own: none shares `root`."""
-    for child in forest.children(root):
-        for rollout in forest.rollouts_of(child).tolist():
-            keys[rollout] = (keys[rollout], "below", child)
-    for rollout in forest.rollouts_of(root).tolist():
-        if forest.end_segment[rollout] == root:
-            keys[rollout] = (keys[rollout], "ends at", root)
+def _last_pieces(forest: PrefixForest) -> np.ndarray:
+    """[S] int64: last piece of the split segment that each segment is a piece of."""
+    # A piece has the rollouts of its parent, which is then the segment before it.
+    is_piece = (forest.parent >= 0) & (forest.first == forest.first[forest.parent])
+    is_piece &= forest.last == forest.last[forest.parent]
+    ends = np.append(np.flatnonzero(~is_piece)[1:], forest.num_segments) - 1
+    return ends[np.cumsum(~is_piece) - 1]

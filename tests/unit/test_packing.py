@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixflow_verl.forest import build_forest
+from prefixflow_verl.forest import build_forest, split_segments
 from prefixflow_verl.packing import IN_PACK, Packer
 from prefixflow_verl.plan import PackBudget, make_plan, plan_cuts
 
@@ -23,8 +23,10 @@ def pack(sequences, budget=BUDGET, mode="auto", **settings):
 
 
 def draw_plan(sequences, data):
-    """A forest of `sequences` cut at random, with a random budget."""
+    """A forest of `sequences`, whole or in pieces, cut at random, with a random budget."""
     forest = build_forest(sequences)
+    if data.draw(st.booleans()):
+        forest = split_segments(forest, data.draw(st.integers(1, 5)))
     size = forest.num_segments
     cut = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
     budget = PackBudget(max_tokens=data.draw(st.integers(1, 30)))

@@ -1,12 +1,14 @@
 """Second link of the proof chain: a plan runs each segment once, in order and in budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixflow_verl.forest import build_forest
-from prefixflow_verl.plan import PackBudget, make_plan, plan_cuts
+from prefixflow_verl.plan import PackBudget, _first_fit_decreasing, make_plan, plan_cuts
 
 rollouts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=10)
 limits = st.integers(1, 30)
@@ -144,6 +146,18 @@ def test_first_fit_decreasing_only_where_it_needs_fewer_packs():
     assert [pack.segments for pack in plan.packs] == [(0, 1), (2, 3)]
 
 
+@given(st.lists(st.integers(1, 12), max_size=30), st.integers(1, 10))
+def test_first_fit_decreasing_takes_the_first_bin_with_room(weights, limit):
+    rooms, bins = [], [0] * len(weights)
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        with_room = [place for place, room in enumerate(rooms) if weights[item] <= room]
+        if not with_room:
+            rooms.append(limit)
+        bins[item] = with_room[0] if with_room else len(rooms) - 1
+        rooms[bins[item]] -= weights[item]
+    assert _first_fit_decreasing(weights, limit) == bins
+
+
 def test_rollout_budgets_count_sequences():
     forest, plan = make_plan(group(10, 4, 4, 4, 4, 4), PackBudget(max_rollouts=2))
     assert [pack.segments for pack in plan.packs] == [(0,), (1, 2), (3, 4), (5,)]
@@ -212,6 +226,85 @@ def test_rollouts_that_end_at_a_dissolved_root_stay_together():
     assert forest.executed_tokens == 9 + 14 + 14
 
 
+def test_a_tree_is_not_dissolved_when_one_pack_holds_all_below_its_root():
+    # Root 10 and responses 4 + 5 + 6 need two packs of 16, with or without sharing more.
+    forest, plan = make_plan(
+        group(10, 5, 6, 7), PackBudget(max_tokens=16, cut_overhead_tokens=1000)
+    )
+    assert plan.num_dissolved_trees == 0 and plan.counts == [(1, 1)]
+
+
+@given(
+    rollouts,
+    st.builds(
+        PackBudget,
+        max_tokens=st.integers(1, 6),
+        max_cache_tokens=st.none() | limits,
+        cut_overhead_tokens=st.integers(0, 10),
+        split_segments=st.just(True),
+    ),
+    st.sampled_from(["auto", "cut", "off"]),
+    st.integers(1, 4),
+)
+def test_no_pack_exceeds_its_budget_when_segments_are_split(
+    sequences, budget, mode, min_shared_tokens
+):
+    forest, plan = make_plan(
+        arrays(sequences), budget, mode=mode, min_shared_tokens=min_shared_tokens
+    )
+    assert_runs_in_order(forest, plan)
+    for index in range(len(plan.packs)):
+        assert tokens_of(forest, plan, index) <= budget.max_tokens
+    for round_ in plan.rounds:
+        heads = [s for index in round_.heads for s in plan.packs[index].segments]
+        live = int(forest.lengths[heads].sum())
+        if budget.max_cache_tokens is not None and live > budget.max_cache_tokens and mode != "cut":
+            through = {(int(forest.first[s]), int(forest.last[s])) for s in heads}
+            assert len(through) == 1, "more than one rollout, or equal ones"
+
+
+@pytest.mark.parametrize("mode, copies", [("auto", 1), ("auto", 2), ("off", 1)])
+def test_a_lone_rollout_over_budget_runs_in_pieces(mode, copies):
+    budget = PackBudget(max_tokens=16, split_segments=True, cut_overhead_tokens=99)
+    forest, plan = make_plan(
+        [np.arange(51)] * copies, replace(budget, max_cache_tokens=20), mode=mode
+    )
+    assert forest.lengths.tolist() == [12, 13, 12, 13]
+    assert plan.counts == [(3, 1)] and plan.num_dissolved_trees == 0
+    assert [pack.level for pack in plan.packs] == [0, 1, 2, 3]
+
+
+def test_splitting_changes_nothing_where_all_segments_fit():
+    sequences = group(10, 4, 40, 4)
+    for settings in ({"max_tokens": 39}, {"max_tokens": 64}):
+        plain, split = (
+            make_plan(sequences, PackBudget(**settings, split_segments=on)) for on in (False, True)
+        )
+        assert split[1].packs == plain[1].packs and split[1].rounds == plain[1].rounds
+    forest, plan = make_plan(sequences, PackBudget(max_tokens=38, split_segments=True))
+    assert forest.lengths.tolist() == [10, 3, 19, 20, 3]
+
+
+def test_fused_trees_are_not_split():
+    budget = PackBudget(max_tokens=4, split_segments=True)
+    forest, plan = make_plan(group(10, 4, 4), budget, mode="fused")
+    assert forest.lengths.tolist() == [10, 3, 3] and plan.num_cut_edges == 0
+
+
+def test_dissolving_a_root_in_pieces_separates_all_below_it():
+    # The prompt of 40 needs more cache than 30: each response then runs it alone, in pieces of 16.
+    budget = PackBudget(max_tokens=16, max_cache_tokens=30, split_segments=True)
+    forest, plan = make_plan(group(40, 8, 8, 8), budget)
+    assert plan.num_dissolved_trees == 1 and not forest.is_shared.any()
+    assert forest.executed_tokens == 3 * 47
+    assert forest.lengths.tolist() == [15, 16, 16] * 3
+    # A saving of 2 x 40 tokens is measured over the whole prompt, not over its first piece.
+    for overhead, num_dissolved in ((80, 0), (81, 1)):
+        budget = PackBudget(max_tokens=16, cut_overhead_tokens=overhead, split_segments=True)
+        _, plan = make_plan(group(40, 8, 8, 8), budget)
+        assert plan.num_dissolved_trees == num_dissolved
+
+
 def test_a_plan_prints():
     forest, plan = make_plan(group(10, 4, 4, 4), PackBudget(max_tokens=14))
     assert plan.describe(forest).splitlines() == [
@@ -229,6 +322,7 @@ def test_a_plan_prints():
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_rollouts": -1}, "max_rollouts is -1"),
         ({"max_tokens": 4, "max_cache_tokens": 0}, "max_cache_tokens is 0"),
+        ({"max_rollouts": 4, "split_segments": True}, "set max_tokens instead of max_rollouts"),
     ],
 )
 def test_budgets_out_of_range_are_named(settings, message):
