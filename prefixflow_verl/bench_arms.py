@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -36,13 +37,18 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-from prefixflow_verl.config import STRATEGY
+from prefixflow_verl.bench_settings import Dtype, ModelSizes, What
+from prefixflow_verl.bench_workloads import Batch, Rollout, similar_lengths
+from prefixflow_verl.config import STRATEGY, PrefixFlowOptions
 from prefixflow_verl.engine_config import PrefixFlowEngineConfig
 
-if TYPE_CHECKING:
-    from prefixflow_verl.bench import Dtype, ModelSizes, What
-
 MAX_GRADIENT_NORM = 1.0
+IGNORED = -100
+"""A target that is none."""
+
+FORWARD_OVERHEAD_TOKENS = {"cpu": 16, "cuda": 1024}
+"""Tokens that run in the time that one more forward and backward takes by itself."""
+
 VERL_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -55,27 +61,9 @@ class Setup:
     dtype: Dtype
     """Of parameters, activations and gradient reduction."""
     checkpointing: bool
+    options: PrefixFlowOptions
+    """Of the engine with prefix reuse."""
     device: torch.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One mini-batch: `num_prompts` prompts, `group` responses each, all of equal length."""
-
-    prompts: torch.Tensor
-    """[prompts, P] int64."""
-    responses: torch.Tensor
-    """[prompts, group, R] int64."""
-    advantages: torch.Tensor
-    """[prompts, group] float32."""
-    token_budget: int
-    """Tokens of one forward, at most."""
-
-    @property
-    def sequences(self) -> torch.Tensor:
-        """[prompts * group, P + R]: prompt and response of every rollout."""
-        repeated = self.prompts[:, None].expand(-1, self.responses.shape[1], -1)
-        return torch.cat([repeated, self.responses], dim=-1).flatten(0, 1)
 
 
 class Arm(Protocol):
@@ -85,36 +73,11 @@ class Arm(Protocol):
         """The step to time, once; the batch is already in the trainer's own form.
 
         `update` returns the gradient norm before clipping, a scalar; `log_prob` the log-probs of
-        response tokens, [prompts * group, R], without gradients.
+        all response tokens, of one rollout after the other in one row, without gradients.
         """
 
     def release(self) -> None:
         """Drop the gradients."""
-
-
-def make_batch(
-    *,
-    num_prompts: int,
-    group: int,
-    prompt: int,
-    response: int,
-    token_budget: int,
-    setup: Setup,
-    seed: int = 0,
-) -> Batch:
-    """Random tokens, normal advantages."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(*shape: int) -> torch.Tensor:
-        drawn = torch.randint(0, setup.sizes.vocab, shape, generator=generator)
-        return drawn.to(setup.device)
-
-    return Batch(
-        prompts=tokens(num_prompts, prompt),
-        responses=tokens(num_prompts, group, response),
-        advantages=torch.randn(num_prompts, group, generator=generator).to(setup.device),
-        token_budget=token_budget,
-    )
 
 
 @contextmanager
@@ -139,13 +102,20 @@ class EngineArm:
     """A veRL engine, driven by veRL's own `TrainingWorker` as its trainer drives it.
 
     Args:
-        strategy: `prefixflow` with the options a user gets by default, or veRL's `fsdp2`.
+        strategy: `prefixflow` with the options of `setup`, or veRL's `fsdp2`.
         use_remove_padding: veRL's packed rows instead of padded ones; `prefixflow` ignores it.
+
+    Attributes:
+        metrics: what the engine reported of its last update.
     """
 
     def __init__(self, setup: Setup, strategy: str, *, use_remove_padding: bool = False) -> None:
         dtype = VERL_DTYPES[setup.dtype]
-        engine_config = {STRATEGY: PrefixFlowEngineConfig}.get(strategy, FSDPEngineConfig)
+        engine_config = FSDPEngineConfig
+        if strategy == STRATEGY:
+            engine_config = partial(PrefixFlowEngineConfig, prefixflow=setup.options)
+        self._device = setup.device
+        self.metrics: dict[str, Any] = {}
         self._worker = TrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
@@ -180,20 +150,37 @@ class EngineArm:
         self._worker.set_loss_fn(_jagged_loss)
 
     def prepare(self, batch: Batch, what: What) -> Callable[[], torch.Tensor]:
-        rows, size = _rows(batch), batch.responses.shape[-1]
-        return (
-            partial(self._infer, rows, size) if what == "log_prob" else partial(self._train, rows)
+        rows = _rows(batch, self._device)
+        if what == "update":
+            return partial(self._train, rows)
+        return partial(self._infer, rows, [len(rollout.response) for rollout in batch.rollouts])
+
+    def _infer(self, rows: TensorDict, num_responses: list[int]) -> torch.Tensor:
+        jagged = self._worker.infer_batch(rows)["log_probs"].unbind()
+        return torch.cat(
+            [row[-size - 1 : -1] for row, size in zip(jagged, num_responses, strict=True)]
         )
 
-    def _infer(self, rows: TensorDict, size: int) -> torch.Tensor:
-        jagged = self._worker.infer_batch(rows)["log_probs"]
-        return torch.stack([row[-size - 1 : -1] for row in jagged.unbind()])
-
     def _train(self, rows: TensorDict) -> torch.Tensor:
-        return torch.tensor(tu.get(self._worker.train_batch(rows), key="metrics")["grad_norm"])
+        self.metrics = tu.get(self._worker.train_batch(rows), key="metrics")
+        return torch.tensor(self.metrics["grad_norm"])
 
     def release(self) -> None:
         self._worker.engine.optimizer_zero_grad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward of a `ModelArm`."""
+
+    rollouts: tuple[int, ...]
+    """Which of `Batch.rollouts` it runs, n of them."""
+    counts: tuple[int, ...]
+    """How many log-probs are asked for of each; K in all."""
+    advantages: torch.Tensor
+    """[K] float32: each rollout's, once for each of its log-probs."""
+    log_probs: Callable[[], torch.Tensor]
+    """Runs the model: [K] float32, one rollout after the other."""
 
 
 class ModelArm:
@@ -204,17 +191,23 @@ class ModelArm:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
 
     def prepare(self, batch: Batch, what: What) -> Callable[[], torch.Tensor]:
-        return partial(self._infer if what == "log_prob" else self._train, batch)
+        steps = self._steps(batch, what)
+        if what == "log_prob":
+            return partial(self._infer, steps)
+        return partial(self._train, steps, batch.num_loss_tokens)
 
-    def _infer(self, batch: Batch) -> torch.Tensor:
+    def _infer(self, steps: list[Step]) -> torch.Tensor:
+        found = {}
         with torch.no_grad():
-            return torch.cat([log_probs for log_probs, _ in self._forwards(batch)])
+            for step in steps:
+                parts = step.log_probs().split(step.counts)
+                found.update(zip(step.rollouts, parts, strict=True))
+        return torch.cat([found[index] for index in sorted(found)])
 
-    def _train(self, batch: Batch) -> torch.Tensor:
+    def _train(self, steps: list[Step], num_loss_tokens: int) -> torch.Tensor:
         self.release()
-        for log_probs, advantages in self._forwards(batch):
-            loss = -(log_probs * advantages[:, None]).sum() / batch.responses.numel()
-            loss.backward()
+        for step in steps:
+            (-(step.log_probs() * step.advantages).sum() / num_loss_tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         return norm
@@ -222,25 +215,57 @@ class ModelArm:
     def release(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _forwards(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probs [n, R] and advantages [n] of one micro-batch after the other."""
+    def _steps(self, batch: Batch, what: What) -> list[Step]:
+        """What to run, one forward after the other; inputs are on the device."""
         raise NotImplementedError
 
 
 class DenseArm(ModelArm):
-    """Every rollout by itself, LM head on rows that predict a response token only."""
+    """Every rollout by itself, LM head on rows that predict a token with loss only.
 
-    def _forwards(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        sequences, size = batch.sequences, batch.responses.shape[-1]
-        count = max(1, batch.token_budget // sequences.shape[1])
-        advantages = batch.advantages.flatten()
-        for first in range(0, len(sequences), count):
-            micro = sequences[first : first + count]
+    Rollouts of similar length share a forward, padded on the right. Causal attention keeps the
+    padding out of sight, so no mask is passed and the fastest kernel runs.
+    """
+
+    def _steps(self, batch: Batch, what: What) -> list[Step]:
+        device = self._model.device
+        sizes = [len(rollout.tokens) for rollout in batch.rollouts]
+        steps = []
+        for indices in similar_lengths(
+            sizes, batch.forward, overhead_tokens=FORWARD_OVERHEAD_TOKENS[device.type]
+        ):
+            rollouts = [batch.rollouts[index] for index in indices]
+            wanted = [rollout.wanted(what) for rollout in rollouts]
             # The last token is a target only.
-            logits = self._model(
-                input_ids=micro[:, :-1], use_cache=False, logits_to_keep=size
-            ).logits
-            yield _log_probs(logits, micro[:, -size:]), advantages[first : first + count]
+            token_ids = pad_sequence([r.tokens[:-1] for r in rollouts], batch_first=True)
+            rows = [
+                row * token_ids.shape[1] + len(rollout.prompt) - 1 + mask.nonzero()[:, 0]
+                for row, (rollout, mask) in enumerate(zip(rollouts, wanted, strict=True))
+            ]
+            targets = [r.response[mask] for r, mask in zip(rollouts, wanted, strict=True)]
+            steps.append(
+                _step(
+                    indices,
+                    rollouts,
+                    wanted,
+                    partial(
+                        self._log_probs,
+                        token_ids.to(device),
+                        torch.cat(rows).to(device),
+                        torch.cat(targets).to(device),
+                    ),
+                    device,
+                )
+            )
+        return steps
+
+    def _log_probs(
+        self, token_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """[K] from token ids [n, T], output rows [K] in n * T, and the tokens [K] they predict."""
+        hidden = self._model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        logits = self._model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, rows))
+        return _log_probs(logits, targets)
 
 
 class PrefixGrouperArm(ModelArm):
@@ -268,39 +293,64 @@ class PrefixGrouperArm(ModelArm):
         AttentionMaskInterface.register(cls.ATTENTION, lambda *args, **kwargs: None)
         return load_model(setup, attention=cls.ATTENTION)
 
-    def _forwards(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _steps(self, batch: Batch, what: What) -> list[Step]:
+        def real(rollout: Rollout) -> torch.Tensor:
+            return torch.ones(len(rollout.response), dtype=torch.bool)
+
+        device = self._model.device
+        steps, begin = [], 0
+        for group in batch.groups:
+            count = -(-len(group) // self._num_parts)
+            for first in range(0, len(group), count):
+                part = group[first : first + count]
+                indices = range(begin + first, begin + first + len(part))
+                wanted = [rollout.wanted(what) for rollout in part]
+                targets = [
+                    rollout.response.where(mask, torch.tensor(IGNORED))
+                    for rollout, mask in zip(part, wanted, strict=True)
+                ]
+                run = partial(
+                    self._log_probs,
+                    part[0].prompt[None].to(device),
+                    pad_sequence([r.response for r in part], batch_first=True).to(device),
+                    pad_sequence([real(r) for r in part], batch_first=True).to(device),
+                    pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(device),
+                )
+                steps.append(_step(indices, part, wanted, run, device))
+            begin += len(group)
+        return steps
+
+    def _log_probs(
+        self,
+        prompt: torch.Tensor,
+        suffixes: torch.Tensor,
+        suffix_mask: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """[K] from a prompt [1, P], its responses [n, R] and those of their tokens that are asked
+        for; the others are `IGNORED` in `targets` [n, R]."""
         from prefix_grouper import PrefixGrouper
 
-        device, size = batch.prompts.device, batch.responses.shape[-1]
-        num_prompt = batch.prompts.shape[1]
-        count = -(-batch.responses.shape[1] // self._num_parts)
-        for prompt, responses, advantages in zip(
-            batch.prompts, batch.responses, batch.advantages, strict=True
-        ):
-            for first in range(0, len(responses), count):
-                suffixes = responses[first : first + count]
-                prefix_mask = torch.ones_like(prompt, dtype=torch.bool)[None]
-                suffix_mask = torch.ones_like(suffixes, dtype=torch.bool)
-                grouper = PrefixGrouper.from_ungrouped_masks(
-                    prefix_mask=prefix_mask,
-                    suffix_mask=suffix_mask,
-                    group_sizes=[len(suffixes)],
-                    device=device,
-                )
-                positions = torch.arange(num_prompt + size, device=device)
-                logits = self._model(
-                    input_ids=grouper.concat_input(
-                        prompt[None], prefix_mask, suffixes, suffix_mask
-                    ),
-                    position_ids=torch.cat(
-                        [positions[:num_prompt], positions[num_prompt:].repeat(len(suffixes))]
-                    )[None],
-                    attention_mask=grouper.padding_mask,
-                    use_cache=False,
-                    prefix_grouper=grouper,
-                ).logits
-                _, _, rows, _ = grouper.split_output(logits, include_prefix_last=1)
-                yield _log_probs(rows[:, :-1], suffixes), advantages[first : first + count]
+        prefix_mask = torch.ones_like(prompt, dtype=torch.bool)
+        grouper = PrefixGrouper.from_ungrouped_masks(
+            prefix_mask=prefix_mask,
+            suffix_mask=suffix_mask,
+            group_sizes=[len(suffixes)],
+            device=prompt.device,
+        )
+        num_prompt = prompt.shape[1]
+        positions = torch.arange(num_prompt + suffixes.shape[1], device=prompt.device)
+        suffix_positions = positions[num_prompt:].expand_as(suffixes)[suffix_mask]
+        logits = self._model(
+            input_ids=grouper.concat_input(prompt, prefix_mask, suffixes, suffix_mask),
+            position_ids=torch.cat([positions[:num_prompt], suffix_positions])[None],
+            attention_mask=grouper.padding_mask,
+            use_cache=False,
+            prefix_grouper=grouper,
+        ).logits
+        _, _, rows, _ = grouper.split_output(logits, include_prefix_last=1)
+        log_probs = _log_probs(rows[:, :-1].flatten(0, 1), targets.flatten())
+        return log_probs[targets.flatten() != IGNORED]
 
 
 def load_model(setup: Setup, *, attention: str | None = None) -> PreTrainedModel:
@@ -328,10 +378,26 @@ def _best_attention(setup: Setup) -> str:
     return "flash_attention_2" if has_flash else "sdpa"
 
 
+def _step(
+    indices: Iterable[int],
+    rollouts: Sequence[Rollout],
+    wanted: Sequence[torch.Tensor],
+    log_probs: Callable[[], torch.Tensor],
+    device: torch.device,
+) -> Step:
+    counts = [int(mask.sum()) for mask in wanted]
+    advantages = torch.tensor([rollout.advantage for rollout in rollouts])
+    return Step(
+        rollouts=tuple(indices),
+        counts=tuple(counts),
+        advantages=advantages.repeat_interleave(torch.tensor(counts)).to(device),
+        log_probs=log_probs,
+    )
+
+
 def _log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[n, R] float32 from logits [n, R, vocab]."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return -losses.view(targets.shape)
+    """[K] float32 from logits [K, vocab]; 0 where the target is `IGNORED`."""
+    return -F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
 
 
 def _prefix_grouper_attention(
@@ -362,34 +428,33 @@ def _jagged_loss(
     return -torch.stack(terms).sum() / data["batch_num_tokens"], {}
 
 
-def _rows(batch: Batch) -> TensorDict:
+def _rows(batch: Batch, device: torch.device) -> TensorDict:
     """The mini-batch as veRL's trainer hands it to an engine."""
-    sequences, responses = batch.sequences, batch.responses.flatten(0, 1)
-    prompts = sequences[:, : batch.prompts.shape[1]]
-    ones = torch.ones_like(responses)
+    rollouts = batch.rollouts
+    masks = [rollout.loss_mask.long() for rollout in rollouts]
 
-    def jagged(rows: torch.Tensor) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(list(rows.unbind()), layout=torch.jagged)
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([row.to(device) for row in rows], layout=torch.jagged)
 
+    settings = {"use_dynamic_bsz": True, "max_token_len_per_gpu": batch.forward.token_budget}
+    if batch.forward.rollouts is not None:
+        settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": batch.forward.rollouts}
     return tu.get_tensordict(
         tensor_dict={
-            "input_ids": jagged(sequences),
-            "position_ids": jagged(
-                torch.arange(sequences.shape[1], device=sequences.device).expand_as(sequences)
-            ),
-            "prompts": jagged(prompts),
-            "responses": jagged(responses),
-            "response_mask": jagged(ones),
-            "loss_mask": jagged(ones),
-            "advantages": jagged(batch.advantages.flatten()[:, None].expand(responses.shape)),
+            "input_ids": jagged([rollout.tokens for rollout in rollouts]),
+            "position_ids": jagged([torch.arange(len(rollout.tokens)) for rollout in rollouts]),
+            "prompts": jagged([rollout.prompt for rollout in rollouts]),
+            "responses": jagged([rollout.response for rollout in rollouts]),
+            "response_mask": jagged(masks),
+            "loss_mask": jagged(masks),
+            "advantages": jagged([rollout.advantage * rollout.loss_mask for rollout in rollouts]),
         },
         non_tensor_dict={
             "temperature": 1.0,
             "calculate_entropy": False,
             "compute_loss": False,
-            "global_batch_size": len(sequences),
-            "global_token_num": [sequences.shape[1]] * len(sequences),
-            "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": batch.token_budget,
+            "global_batch_size": len(rollouts),
+            "global_token_num": [len(rollout.tokens) for rollout in rollouts],
+            **settings,
         },
     )

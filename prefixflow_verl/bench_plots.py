@@ -1,4 +1,4 @@
-"""PNG heat maps of a benchmark's record, over prompt length and group size.
+"""PNG plots of a benchmark's record: heat maps over prompt length and group size, and capacity.
 
 Needs matplotlib (extra `bench`), imported when something is drawn.
 """
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefixflow_verl.bench import BASELINES, DENSE, OURS, VERL
+from prefixflow_verl.bench_settings import BASELINES, DENSE, OURS, VERL
+from prefixflow_verl.bench_workloads import GridCase
 
 HATCHES = {"slower": "xxx", "same": "..."}
 """By verdict: where reuse does not pay, and where the runs of both sides overlap."""
@@ -21,12 +22,15 @@ def draw_heat_maps(record: Mapping[str, Any], directory: Path) -> list[str]:
     """Write `speedup.png`, `efficiency.png` and `peak_memory.png`; returns the file names.
 
     Each has one column per response length and number of prompts. Cells that were not measured stay
-    empty.
+    empty. Cases that are no groups of equal lengths have no cell; without any other, nothing is
+    drawn.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    cases = record["cases"]
+    cases = [case for case in record["cases"] if case["kind"] == GridCase.kind]
+    if not cases:
+        return []
     baselines = [name for name in BASELINES if any(name in case["speedup"] for case in cases)]
     figures = {
         "speedup.png": (
@@ -127,3 +131,35 @@ def _draw(cases, title: str, rows, colours: str, path: Path) -> None:
         figure.supxlabel(CAPTION, fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_capacity(record: Mapping[str, Any], directory: Path) -> str:
+    """Write `capacity.png`: peak bytes of each arm over total length, and the budget; returns the
+    file name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
+    for arm in record["capacity"]:
+        points = [point for point in record["curve"] if point["arm"] == arm]
+        axis.plot(
+            [point["total"] for point in points],
+            [point["peak_bytes"] / 2**20 for point in points],
+            marker="o",
+            markersize=3,
+            label=arm,
+        )
+    axis.axhline(record["bytes"] / 2**20, color="0.3", linestyle="--", label="budget")
+    axis.set(
+        xlabel="prompt + response tokens",
+        ylabel="peak live MiB",
+        title="Longest sequence whose update fits",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
+    axis.legend()
+    figure.savefig(directory / "capacity.png", dpi=110)
+    plt.close(figure)
+    return "capacity.png"

@@ -1,27 +1,25 @@
 """The command line `prefixflow`: parses options, prints results.
 
-The work is done in `doctor`, `verify`, `lengths` and `bench`. They are imported when a command
-runs, so that `prefixflow plan` needs neither torch nor verl, and `prefixflow doctor` can report
-that they are missing. Exit status: 0 good, 1 the check failed, 2 the command cannot be carried out.
+The commands below `prefixflow bench` are in `bench_cli`. The work is done in `doctor`, `verify` and
+`lengths`. They are imported when a command runs, so that `prefixflow plan` needs neither torch nor
+verl, and `prefixflow doctor` can report that they are missing. Exit status: 0 good, 1 the check
+failed, 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import itertools
 import json
-import shlex
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from prefixflow_verl.bench_cli import JsonFlag, bench, fail
 from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PrefixFlowOptions
 
 if TYPE_CHECKING:
@@ -48,8 +46,6 @@ BackendName = Literal[ATTENTION_BACKENDS]
 PlanName = Literal[PLANS]
 DEFAULTS = PrefixFlowOptions()
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-
 app = typer.Typer(
     name="prefixflow",
     help="Exact shared-prefix reuse for GRPO training.",
@@ -58,7 +54,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-bench = typer.Typer(help="Time prefix reuse against other ways to train.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -128,7 +123,7 @@ def verify(
         from prefixflow_verl.verify import ModelPathError, Workload
         from prefixflow_verl.verify import verify as run
     except ModuleNotFoundError as error:
-        _fail(f"{error}: prefixflow doctor says what to install")
+        fail(f"{error}: prefixflow doctor says what to install")
     try:
         verification = run(
             model_path=model,
@@ -140,9 +135,9 @@ def verify(
             seed=seed,
         )
     except (ModelPathError, UnsupportedModelError) as error:
-        _fail(f"--model: {error}")
+        fail(f"--model: {error}")
     except ValueError as error:  # its message names the option
-        _fail(str(error))
+        fail(str(error))
     if as_json:
         print(json.dumps(verification.as_record(), indent=2))
     else:
@@ -238,114 +233,6 @@ def plan(
     _print_cost(cost)
 
 
-@bench.callback()
-def bench_commands() -> None:
-    """Keeps `update` a subcommand while it is the only one."""
-
-
-@bench.command()
-def update(
-    what: Annotated[
-        Literal["update", "log_prob"], typer.Option(help="An actor update, or log-probs alone.")
-    ] = "update",
-    prompt: Annotated[str, typer.Option(help="Tokens of a prompt; may be a list: 256,1024.")] = (
-        "1024"
-    ),
-    response: Annotated[str, typer.Option(help="Tokens of a response; may be a list.")] = "128",
-    group: Annotated[str, typer.Option(help="Responses per prompt; may be a list.")] = "8",
-    prompts: Annotated[str, typer.Option(help="Prompts in the mini-batch; may be a list.")] = "1",
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="prompt,response,group,prompts of one case instead of the grid; repeatable."
-        ),
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
-    hidden: Annotated[int, typer.Option(min=2, help="Width of the model.")] = 256,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
-    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary.")] = 4096,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of parameters and activations.")
-    ] = "float32",
-    token_budget: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per forward. Default: four sequences.")
-    ] = None,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing.")
-    ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each arm.")] = 5,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of one operation. Default: PyTorch's.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for results.json, report.md and heat maps.")
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Time one update with reuse, by veRL's own engine, dense, and by prefix_grouper.
-
-    Lists of lengths make a grid. Exit status 1 if the arms do not compute the same update.
-    """
-    lists = {"--prompt": prompt, "--response": response, "--group": group, "--prompts": prompts}
-    if case:
-        shapes = [_read_numbers("--case", text, count=4) for text in case]
-    else:
-        axes = [_read_numbers(option, text) for option, text in lists.items()]
-        shapes = list(itertools.product(*axes))
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
-        _fail("--out draws with matplotlib: pip install prefixflow_verl[bench], or use --json")
-    try:
-        from prefixflow_verl.bench import (
-            ArmsDisagreeError,
-            Case,
-            ModelSizes,
-            Settings,
-            report,
-            run_benchmark,
-            write_results,
-        )
-    except ModuleNotFoundError as error:
-        _fail(f"{error}: prefixflow doctor says what to install")
-    try:
-        sizes = ModelSizes(
-            layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab
-        )
-    except ValueError as error:  # its message names the option
-        _fail(str(error))
-    settings = Settings(
-        what=what,
-        sizes=sizes,
-        dtype=dtype,
-        token_budget=token_budget,
-        checkpointing=checkpointing,
-        repeats=repeats,
-        threads=threads,
-    )
-    names = ("prompt", "response", "group", "prompts")
-    cases = [Case(**dict(zip(names, shape, strict=True))) for shape in shapes]
-    try:
-        record = run_benchmark(cases, settings, shlex.join(["prefixflow", *sys.argv[1:]]))
-    except ModuleNotFoundError as error:
-        _fail(f"{error}: prefixflow doctor says what to install")
-    except ArmsDisagreeError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    if out is not None:
-        write_results(record, out)
-    print(json.dumps(record, indent=2) if as_json else report(record), end="\n" if as_json else "")
-
-
-def _read_numbers(option: str, text: str, count: int | None = None) -> list[int]:
-    """Comma-separated integers of 1 or more; exactly `count`, where given."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        _fail(f"{option}={text} must be integers of 1 or more, separated by commas")
-    if count is not None and len(parts) != count:
-        _fail(f"{option}={text} must be {count} integers: prompt,response,group,prompts")
-    return [int(part) for part in parts]
-
-
 def _read_groups(
     lengths: Path | None,
     prompt: int | None,
@@ -359,16 +246,16 @@ def _read_groups(
     if lengths is not None:
         given = [name for name, value in sizes.items() if value is not None]
         if given:
-            _fail(f"{given[0]} contradicts --lengths: leave one of them out")
+            fail(f"{given[0]} contradicts --lengths: leave one of them out")
         try:
             return read_groups(lengths)
         except OSError as error:
-            _fail(f"--lengths={lengths} cannot be read ({error.strerror}): name a JSON-lines file")
+            fail(f"--lengths={lengths} cannot be read ({error.strerror}): name a JSON-lines file")
         except ValueError as error:
-            _fail(f"--lengths: {error}")
+            fail(f"--lengths: {error}")
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
-        _fail(f"{missing[0]} is missing: give --lengths, or --prompt, --response and --group")
+        fail(f"{missing[0]} is missing: give --lengths, or --prompt, --response and --group")
     return [GroupLengths(prompt=prompt, responses=(response,) * group)] * prompts
 
 
@@ -382,17 +269,17 @@ def _read_shape(model: Path | None, replacements: str | None) -> ModelShape:
             config = SimpleNamespace(**json.loads(config_path.read_text(encoding="utf-8")))
             sizes = dataclasses.asdict(ModelShape.from_config(config))
         except OSError as error:
-            _fail(f"--model: {config_path} cannot be read ({error.strerror}): name a model")
+            fail(f"--model: {config_path} cannot be read ({error.strerror}): name a model")
         except (ValueError, TypeError) as error:
-            _fail(f"--model: {config_path} is not a model's config ({error})")
+            fail(f"--model: {config_path} is not a model's config ({error})")
         except AttributeError as error:
-            _fail(f"--model: {config_path} has no {error.name}: give the sizes with --model-shape")
+            fail(f"--model: {config_path} has no {error.name}: give the sizes with --model-shape")
     for item in replacements.split(",") if replacements else ():
         name, _, value = item.partition("=")
         if name not in DEFAULT_SHAPE:
-            _fail(f"--model-shape: {name!r} is not one of {', '.join(DEFAULT_SHAPE)}")
+            fail(f"--model-shape: {name!r} is not one of {', '.join(DEFAULT_SHAPE)}")
         if not value.isdecimal() or int(value) < 1:
-            _fail(f"--model-shape: {name}={value} must be an integer of 1 or more")
+            fail(f"--model-shape: {name}={value} must be an integer of 1 or more")
         sizes = {**sizes, name: int(value)}
     return ModelShape(**sizes)
 
@@ -476,9 +363,3 @@ def _si(value: float) -> str:
             return f"{value:.3g} {prefix}"
         value /= 1000
     return f"{value:.3g} E"
-
-
-def _fail(message: Any) -> NoReturn:
-    """End with one sentence on stderr and exit status 2."""
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)

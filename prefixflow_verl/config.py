@@ -52,8 +52,9 @@ class PrefixFlowOptions:
     both, and activations where those are kept. Bytes per rank, 1 or more; None sets no limit."""
     prefix_activations: str = "auto"
     """What happens to the activations of a prefix while its suffixes run: `keep`; `offload` to the
-    CPU; `recompute` by one more forward of the prefix; `auto` keeps them unless a prefix would
-    then have to give up sharing for `max_cache_bytes`, and recomputes in that case."""
+    CPU; `recompute` by one more forward of the prefix, and segments longer than one forward may
+    hold run in pieces; `auto` keeps them unless a prefix would then have to give up sharing for
+    `max_cache_bytes`, and recomputes in that case."""
     cache_grad_dtype: str = "float32"
     """Dtype in which gradients of cached keys and values are summed over a group: `float32`, or
     `param` for the dtype of the keys themselves (half the memory in bf16, less exact)."""

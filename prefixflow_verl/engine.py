@@ -212,6 +212,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             max_rollouts=max_rollouts,
             max_cache_tokens=max_cache_tokens,
             cut_overhead_tokens=self.options.cut_overhead_tokens,
+            # Pieces save memory only if their graphs do not wait for each other.
+            split_segments=activations == "recompute" and max_tokens is not None,
         )
 
     def _autocast(self) -> AbstractContextManager:

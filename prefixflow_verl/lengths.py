@@ -7,6 +7,7 @@ lengths are enough to see how a workload would be laid out and what reuse could 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from prefixflow_verl.plan import PackBudget, Plan, PlanMode, make_plan
 _KEYS = (("prompt", "responses"), ("input", "output"))
 """Accepted names of (prompt length, response lengths) in a line of a file."""
 
+_PROMPT, _RUNS, _GROUP = "prompt_len", "response_loss_mask_rle", "prompt_group_id"
+"""Names in a line of a multi-turn trace, which holds one rollout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLengths:
@@ -30,12 +34,37 @@ class GroupLengths:
     Example:
         # {"prompt": 120, "responses": [30, 40]}
         GroupLengths(prompt=120, responses=(30, 40))
+        # A response of two turns with 50 tokens of a tool in between.
+        GroupLengths(prompt=120, responses=(95,), loss_runs=(((1, 30), (0, 50), (1, 15)),))
     """
 
     prompt: int
     """Tokens, 1 or more."""
     responses: tuple[int, ...]
     """Tokens of each response, 1 or more; at least one response."""
+    loss_runs: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """Of each response: runs of (1 if they carry loss else 0, tokens), which add up to its length;
+    None: every response token carries loss."""
+
+    def loss_mask(self, index: int) -> np.ndarray:
+        """[R] bool: which tokens of response `index` carry loss."""
+        if self.loss_runs is None:
+            return np.ones(self.responses[index], dtype=bool)
+        values, counts = zip(*self.loss_runs[index], strict=True)
+        return np.repeat(np.array(values, dtype=bool), counts)
+
+    def scaled(self, factor: float) -> GroupLengths:
+        """All lengths multiplied by `factor`, above 0, and rounded up."""
+
+        def scale(length: int) -> int:
+            return math.ceil(length * factor)
+
+        if self.loss_runs is None:
+            return GroupLengths(
+                prompt=scale(self.prompt), responses=tuple(scale(r) for r in self.responses)
+            )
+        runs = [[(value, scale(length)) for value, length in runs] for runs in self.loss_runs]
+        return _masked_group(scale(self.prompt), runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +103,35 @@ class PlanCost:
 def read_groups(path: Path) -> list[GroupLengths]:
     """Groups of a JSON-lines file: one `{"prompt": 120, "responses": [30, 40]}` per line.
 
-    The names `input` and `output` of published length traces are understood too; other keys and
-    empty lines are skipped.
+    The names `input` and `output` of published length traces are understood too, and so are lines
+    of published multi-turn traces: `{"prompt_len": 120, "response_loss_mask_rle": [[1, 30], [0,
+    50], [1, 15]], "prompt_group_id": 0}`, one per rollout; those of a group follow each other.
+    Other keys and empty lines are skipped.
 
     Raises:
         ValueError: the file holds no group, or a line is not one; names file, line and reason.
         OSError: the file cannot be read.
     """
-    groups = []
+    groups: list[GroupLengths] = []
+    last_id = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            groups.append(_parse_group(line))
+            group, group_id = _parse_line(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
+        if group_id is None or group_id != last_id:
+            groups.append(group)
+        elif group.prompt != groups[-1].prompt:
+            raise ValueError(
+                f"{path}, line {number}: {_PROMPT} is {group.prompt} in a group of prompts of "
+                f"{groups[-1].prompt} tokens"
+            )
+        else:
+            runs = (*groups[-1].loss_runs, *group.loss_runs)
+            groups[-1] = _masked_group(group.prompt, runs)
+        last_id = group_id
     if not groups:
         raise ValueError(f"{path} holds no lengths: give one JSON object per line")
     return groups
@@ -140,7 +183,8 @@ def estimate(
     return forest, plan, cost
 
 
-def _parse_group(line: str) -> GroupLengths:
+def _parse_line(line: str) -> tuple[GroupLengths, Any]:
+    """The lengths in a line, and which group they belong to; None: a group by themselves."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -152,10 +196,15 @@ def _parse_group(line: str) -> GroupLengths:
             responses = record[responses_key]
             if not isinstance(responses, list) or not responses:
                 raise ValueError(f"{responses_key} must be a list of one length or more")
-            return GroupLengths(
+            group = GroupLengths(
                 prompt=_require_length(prompt_key, record[prompt_key]),
                 responses=tuple(_require_length(responses_key, length) for length in responses),
             )
+            return group, None
+    if _PROMPT in record and _RUNS in record:
+        runs = _require_runs(record[_RUNS])
+        group = _masked_group(_require_length(_PROMPT, record[_PROMPT]), [runs])
+        return group, record.get(_GROUP)
     raise ValueError('needs the keys "prompt" and "responses" (or "input" and "output")')
 
 
@@ -165,8 +214,27 @@ def _require_length(key: str, value: Any) -> int:
     return value
 
 
+def _require_runs(value: Any) -> list[tuple[int, int]]:
+    """Checked `response_loss_mask_rle` of one rollout."""
+    if not isinstance(value, list) or not all(
+        isinstance(run, list) and len(run) == 2 and run[0] in (0, 1) for run in value
+    ):
+        raise ValueError(f"{_RUNS} must be a list of runs: [1, tokens with loss] or [0, without]")
+    if not any(has_loss for has_loss, _ in value):
+        raise ValueError(f"{_RUNS} has no token that carries loss")
+    return [(int(has_loss), _require_length(_RUNS, length)) for has_loss, length in value]
+
+
+def _masked_group(prompt: int, runs: Sequence[Sequence[tuple[int, int]]]) -> GroupLengths:
+    return GroupLengths(
+        prompt=prompt,
+        responses=tuple(sum(length for _, length in response) for response in runs),
+        loss_runs=tuple(tuple(response) for response in runs),
+    )
+
+
 def _rollouts(groups: Sequence[GroupLengths]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Sequences of fresh token ids, shared by prompts only, and which predictions they ask for."""
+    """Sequences of fresh token ids, shared by prompts only, and the predictions that carry loss."""
     sequences, predict = [], []
     next_id = 0
 
@@ -177,7 +245,8 @@ def _rollouts(groups: Sequence[GroupLengths]) -> tuple[list[np.ndarray], list[np
 
     for group in groups:
         prompt = fresh(group.prompt)
-        for response in group.responses:
+        for index, response in enumerate(group.responses):
             sequences.append(np.concatenate([prompt, fresh(response)]))
-            predict.append(np.arange(len(sequences[-1]) - 1) >= group.prompt - 1)
+            before = np.zeros(group.prompt - 1, dtype=bool)
+            predict.append(np.concatenate([before, group.loss_mask(index)]))
     return sequences, predict

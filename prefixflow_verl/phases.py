@@ -578,7 +578,8 @@ class PrefixFlow:
 
     Args:
         model: a causal LM whose attention goes through the transformers attention interface.
-        max_tokens_per_pack: executed tokens in one forward; larger trees are cut.
+        max_tokens_per_pack: executed tokens in one forward; larger trees are cut, and with
+            `prefix_activations="recompute"` a longer prefix or response runs in pieces.
         attention_backend: `auto`, `reference` or `sdpa_cpu`.
         min_shared_tokens: shorter shared runs are computed by each rollout itself.
         prefix_activations: `keep`, `offload` or `recompute`, see activations.py.
@@ -602,7 +603,9 @@ class PrefixFlow:
     ) -> None:
         check_model(model)
         device = next(model.parameters()).device
-        self._budget = PackBudget(max_tokens=max_tokens_per_pack)
+        self._budget = PackBudget(
+            max_tokens=max_tokens_per_pack, split_segments=prefix_activations == "recompute"
+        )
         self._min_shared_tokens = min_shared_tokens
         if prefix_activations not in ORDER:
             raise ValueError(

@@ -39,6 +39,11 @@ PLANS = {
     "cut": {"mode": "cut", "budget": SMALL},
     "off": {"mode": "off", "budget": SMALL},
     "recompute": {"mode": "cut", "budget": SMALL, "prefix_activations": "recompute"},
+    "pieces": {
+        "mode": "auto",
+        "budget": PackBudget(max_tokens=7, split_segments=True),
+        "prefix_activations": "recompute",
+    },
     "offload": {"mode": "auto", "budget": SMALL, "prefix_activations": "offload"},
 }
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "fp64"])

@@ -83,6 +83,11 @@ def test_wrong_bounds(value) -> None:
         build_forest([np.arange(4)], min_shared_tokens=value)
 
 
+def test_wrong_prefix_activations() -> None:
+    with pytest.raises(ValueError, match="prefix_activations='drop' must be one of keep, offload"):
+        PrefixFlow(tiny_model(num_layers=1), prefix_activations="drop")
+
+
 def test_dropout_under_any_name_is_refused() -> None:
     model = tiny_model(num_layers=1)
     check_model(model)
