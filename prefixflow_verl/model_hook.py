@@ -173,7 +173,8 @@ class LmHead:
         linear = self._linear
 
         def forward(hidden_1RH: torch.Tensor) -> torch.Tensor:
-            return compute(hidden_1RH[0], linear.weight, linear.bias)[None]
+            # FSDP2 hooks its backward to a module's output, which must not be a view.
+            return torch.stack([compute(hidden_1RH[0], linear.weight, linear.bias)])
 
         with _forward_of(linear, forward):
             yield

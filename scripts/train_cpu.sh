@@ -18,6 +18,8 @@ PROMPTS=${PROMPTS:-8}               # prompts per step, 1 or more; an even numbe
 GROUP=${GROUP:-8}                   # responses per prompt, 2 or more
 PROMPT_LEN=${PROMPT_LEN:-256}       # tokens per prompt, 6 or more; worked examples fill it
 RESPONSE_LEN=${RESPONSE_LEN:-8}     # most tokens per response, 1 or more
+HIDDEN=${HIDDEN:-128}               # hidden size of the model, a multiple of 64
+LAYERS=${LAYERS:-2}                 # decoder layers of the model, 1 or more
 RANKS=${RANKS:-1}                   # trainer ranks, each with its own vLLM: 1 or more, divides PROMPTS*GROUP
 LEARNING_RATE=${LEARNING_RATE:-1e-3}
 SEED=${SEED:-0}                     # seed of weights, data order and sampling
@@ -39,17 +41,20 @@ case $MODE in
     colocate_async | separate_async) replay_buffer=FastReplayBufferAsync ;;
     *) fail "MODE=$MODE is not supported: use sync, colocate_async or separate_async" ;;
 esac
-for knob in STEPS PROMPTS GROUP PROMPT_LEN RESPONSE_LEN RANKS TIMEOUT_S; do
+for knob in STEPS PROMPTS GROUP PROMPT_LEN RESPONSE_LEN HIDDEN LAYERS RANKS TIMEOUT_S; do
     [[ ${!knob} =~ ^[1-9][0-9]*$ ]] || fail "$knob=${!knob} must be an integer of 1 or more"
 done
+[ $((HIDDEN % 64)) -eq 0 ] || fail "HIDDEN=$HIDDEN must be a multiple of 64"
 
 bash "$root/scripts/environment.sh"
 python=$root/.venv/bin/python
 mkdir -p "$RUN_DIR/logs" "$RUN_DIR/metrics"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
 "$python" "$recipe/make_assets.py" --out "$ASSETS_DIR" \
-    --prompt-len "$PROMPT_LEN" --response-len "$RESPONSE_LEN" --seed "$SEED"
+    --prompt-len "$PROMPT_LEN" --response-len "$RESPONSE_LEN" --hidden "$HIDDEN" \
+    --layers "$LAYERS" --seed "$SEED"
 ASSETS_DIR=$(cd "$ASSETS_DIR" && pwd)
+cp "$ASSETS_DIR/settings.json" "$RUN_DIR/assets.json" # what this run trained and trained on
 
 # Unix sockets need a short path, and a directory of its own keeps Ray from joining a running cluster.
 ray_dir=$(mktemp -d /tmp/prefixflow-ray.XXXXXX)
