@@ -45,12 +45,12 @@ from prefixflow_verl.phases import (
 from prefixflow_verl.plan import PackBudget
 from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
 from prefixflow_verl.rollouts import (
+    OrderedRows,
     RolloutBatch,
     check_rows,
     model_output_rows,
     read_rollouts,
     response_rows,
-    select_rows,
 )
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         collector = _PackCollector(
             data=data,
             batch=batch,
+            order=packed.completion_order,
             loss_function=loss_function,
             dp_group=self.get_data_parallel_group(),
             loss_context=self._autocast,
@@ -329,12 +330,13 @@ class _PackCollector:
         *,
         data: TensorDict,
         batch: RolloutBatch,
+        order: list[int],
         loss_function: Callable | None,
         dp_group: torch.distributed.ProcessGroup,
         loss_context: Callable[[], AbstractContextManager],
         keep_output: bool,
     ) -> None:
-        self._data = data
+        self._rows = OrderedRows(data, order) if loss_function is not None else None
         self._batch = batch
         self._loss_function = loss_function
         self._dp_group = dp_group
@@ -355,7 +357,7 @@ class _PackCollector:
                 rows.update(zip(rollouts.rollout_ids, jagged.unbind(), strict=True))
         if self._loss_function is None:
             return None
-        rows = select_rows(self._data, rollouts.rollout_ids).to(get_device_id())
+        rows = self._rows.take(rollouts.rollout_ids).to(get_device_id())
         with self._loss_context():
             loss, metrics = self._loss_function(
                 model_output=model_output, data=rows, dp_group=self._dp_group

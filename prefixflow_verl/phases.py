@@ -122,6 +122,16 @@ class PackedBatch:
     prefix_activations: PrefixActivations = "keep"
     """See activations.py."""
 
+    @property
+    def completion_order(self) -> list[int]:
+        """Rollouts in the order in which a run completes them."""
+        return [
+            completion.rollout
+            for round_ in self.plan.rounds
+            for pack in (*round_.heads, *round_.leaves)
+            for completion in self.layouts[pack].completions
+        ]
+
 
 def pack_sequences(
     sequences: Sequence[np.ndarray],

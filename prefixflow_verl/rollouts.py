@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,6 +170,48 @@ def _num_response_tokens(data: TensorDict, index: int, num_tokens: int) -> int:
     return int(data["attention_mask"][index, num_prompt:].sum())
 
 
-def select_rows(data: TensorDict, indices: Sequence[int]) -> TensorDict:
-    """Rows `indices` of `data`, with its non-tensor settings."""
-    return tu.index_select_tensor_dict(data, list(indices))
+class OrderedRows:
+    """Rows of a TensorDict in the order in which packs complete them.
+
+    verl's own selection unbinds every jagged row at each call, which would cost rows x packs here.
+    So rows are put in order once, and each pack takes a slice.
+
+    Args:
+        data: B rows of tensors, jagged or not, and non-tensor settings.
+        order: row indices, packs one after the other; rows that no pack completes are left out.
+    """
+
+    def __init__(self, data: TensorDict, order: Sequence[int]) -> None:
+        self._rows = tu.index_select_tensor_dict(data, list(order)) if len(order) else None
+        self._place = {row: place for place, row in enumerate(order)}
+        self._offsets = {
+            key: value.offsets().tolist()
+            for key, value in (self._rows.items() if len(order) else ())
+            if isinstance(value, torch.Tensor) and value.is_nested and value.dim() == 2
+        }
+
+    def take(self, indices: Sequence[int]) -> TensorDict:
+        """Rows `indices` of the original, which stand next to each other in `order`."""
+        begin, count = self._place[indices[0]], len(indices)
+        assert [self._place[index] for index in indices] == list(range(begin, begin + count))
+        taken: dict[str, Any] = {}
+        for key, value in self._rows.items():
+            if key in self._offsets:
+                offsets = self._offsets[key][begin : begin + count + 1]
+                lengths = np.diff(offsets)
+                # Without them torch pads every row to the length of all rows together.
+                extremes = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+                taken[key] = torch.nested.nested_tensor_from_jagged(
+                    value.values()[offsets[0] : offsets[-1]],
+                    torch.tensor(offsets, device=value.device) - offsets[0],
+                    **extremes,
+                )
+            elif isinstance(value, torch.Tensor) and value.is_nested:
+                taken[key] = tu.nested_tensor_from_tensor_list(
+                    list(value.unbind()[begin : begin + count]),
+                    ragged_idx=getattr(value, "_ragged_idx", value.dim() - 1),
+                )
+            else:
+                # Settings have no rows.
+                taken[key] = value[begin : begin + count] if value.shape else value
+        return TensorDict(taken, batch_size=count)
