@@ -10,11 +10,11 @@ All three give the same gradients. On a CPU `offload` moves nothing: the tensors
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-PrefixActivations = Literal["keep", "offload", "recompute"]
+from prefixflow_verl.plan import PrefixActivations
 
 ORDER: tuple[PrefixActivations, ...] = get_args(PrefixActivations)
 """By memory, most first: ranks agree on the last one that any of them needs."""

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixflow_verl.bench_cli import JsonFlag, bench, fail
-from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PrefixFlowOptions
+from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PREFIX_ACTIVATIONS, PrefixFlowOptions
 
 if TYPE_CHECKING:
     from prefixflow_verl.accounting import ModelShape
@@ -44,6 +44,7 @@ DEFAULT_SHAPE = {
 DtypeName = Literal["float32", "float64", "bfloat16"]
 BackendName = Literal[ATTENTION_BACKENDS]
 PlanName = Literal[PLANS]
+ActivationsName = Literal[PREFIX_ACTIVATIONS]
 DEFAULTS = PrefixFlowOptions()
 
 app = typer.Typer(
@@ -157,8 +158,12 @@ def plan(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, without --lengths.")] = 1,
     token_budget: Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")] = 16384,
     max_cache_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of keys, values and gradients alive at once.")
+        int | None,
+        typer.Option(min=1, help="Bytes that prefixes may hold while their suffixes run."),
     ] = None,
+    prefix_activations: Annotated[
+        ActivationsName, typer.Option(help="Activations of prefixes while their suffixes run.")
+    ] = "auto",
     mode: Annotated[PlanName, typer.Option(help="How shared prefixes are laid out.")] = "auto",
     min_shared_tokens: Annotated[
         int, typer.Option(min=1, help="Shortest run of tokens worth sharing.")
@@ -186,17 +191,28 @@ def plan(
 
     groups = _read_groups(lengths, prompt, response, group, prompts)
     shape = _read_shape(model, model_shape)
-    max_cache_tokens = None
+    limits: dict[bool, int | None] = {False: None, True: None}
     if max_cache_bytes is not None:
-        per_token = shape.cache_bytes_per_token(element_bytes=2, gradient_bytes=4)
-        max_cache_tokens = max(1, max_cache_bytes // per_token)
+        limits = {
+            kept: shape.max_prefix_tokens(
+                max_cache_bytes,
+                element_bytes=2,
+                gradient_bytes=4,
+                kept_activations=kept,
+                checkpointing=checkpointing,
+            )
+            for kept in limits
+        }
     forest, pack_plan, cost = estimate(
         groups,
         shape,
         PackBudget(
             max_tokens=token_budget,
-            max_cache_tokens=max_cache_tokens,
+            max_cache_tokens=limits[False],
+            max_kept_tokens=limits[True],
+            prefix_activations=prefix_activations,
             cut_overhead_tokens=DEFAULTS.cut_overhead_tokens,
+            split_segments=prefix_activations in ("auto", "recompute"),
         ),
         mode=mode,
         min_shared_tokens=min_shared_tokens,
@@ -210,6 +226,7 @@ def plan(
             "ideal_speedup_over_response_logits": cost.ideal_speedup_over_response_logits,
             "num_rollouts": forest.num_rollouts,
             "num_dissolved_trees": pack_plan.num_dissolved_trees,
+            "prefix_activations": pack_plan.prefix_activations,
             "model_shape": dataclasses.asdict(shape),
             "rounds": [dataclasses.asdict(round_) for round_ in pack_plan.rounds],
             "packs": [
@@ -225,6 +242,8 @@ def plan(
         print(json.dumps(record, indent=2))
         return
     print(pack_plan.describe(forest))
+    if pack_plan.prefix_activations == "recompute":
+        print("  prefixes run forward once more before their backward: nothing of them is kept")
     if pack_plan.num_dissolved_trees:
         print(
             f"  trees run without sharing: {pack_plan.num_dissolved_trees} (a cut has to save "

@@ -24,7 +24,6 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from prefixflow_verl.accounting import ModelShape, reuse_ratio
-from prefixflow_verl.activations import PrefixActivations
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
@@ -36,7 +35,6 @@ from prefixflow_verl.model_hook import (
 )
 from prefixflow_verl.phases import (
     CompletedRollouts,
-    PackedBatch,
     PhaseRunner,
     RunStats,
     check_reuse,
@@ -138,7 +136,14 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             dp_size=self.get_data_parallel_size(),
         )
         batch = read_rollouts(data, loss_tokens_only=not forward_only)
-        packed = self._pack(data, batch, forward_only)
+        packed = pack_sequences(
+            batch.token_ids,
+            self._budget(data, forward_only),
+            predict=batch.predict,
+            temperatures=batch.temperatures,
+            mode=self.options.plan,
+            min_shared_tokens=self.options.min_shared_tokens,
+        )
         keep_output = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
@@ -160,61 +165,40 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         output["metrics"].update(self._reuse_metrics(stats, forward_only))
         return output
 
-    def _pack(self, data: TensorDict, batch: RolloutBatch, forward_only: bool) -> PackedBatch:
-        """Plan one call: keys, values and activations of its prefixes fit `max_cache_bytes`."""
-        activations = self.options.prefix_activations
-
-        def pack(activations: PrefixActivations) -> PackedBatch:
-            return pack_sequences(
-                batch.token_ids,
-                self._budget(data, activations, forward_only),
-                predict=batch.predict,
-                temperatures=batch.temperatures,
-                mode=self.options.plan,
-                min_shared_tokens=self.options.min_shared_tokens,
-                prefix_activations=activations,
-            )
-
-        if activations != "auto":
-            return pack(activations)
-        kept = pack("keep")
-        if self.options.max_cache_bytes is None or forward_only:
-            return kept
-        if not kept.plan.num_dissolved_trees:
-            return kept
-        recomputed = pack("recompute")
-        shares_more = recomputed.plan.num_dissolved_trees < kept.plan.num_dissolved_trees
-        return recomputed if shares_more else kept
-
-    def _budget(
-        self, data: TensorDict, activations: PrefixActivations, forward_only: bool
-    ) -> PackBudget:
-        """verl's micro-batch settings, or the option that replaces them, as a pack budget."""
-        max_cache_tokens = None
-        if self.options.max_cache_bytes is not None:
-            element_bytes = torch.finfo(self._autocast_dtype).bits // 8
-            gradient_bytes = 4 if self.options.cache_grad_dtype == "float32" else element_bytes
-            model = pretrained_model(self.module)
-            max_cache_tokens = ModelShape.from_config(model.config).max_prefix_tokens(
-                self.options.max_cache_bytes,
-                element_bytes=element_bytes,
-                gradient_bytes=0 if forward_only else gradient_bytes,
-                kept_activations=activations == "keep" and not forward_only,
-                checkpointing=model.is_gradient_checkpointing,
-            )
+    def _budget(self, data: TensorDict, forward_only: bool) -> PackBudget:
+        """verl's micro-batch settings and the options as a pack budget."""
         max_tokens, max_rollouts = self.options.max_tokens_per_pack, None
         if max_tokens is None:
             if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
                 max_tokens = int(data["max_token_len_per_gpu"])
             else:
                 max_rollouts = int(data["micro_batch_size_per_gpu"])
+        activations = self.options.prefix_activations
         return PackBudget(
             max_tokens=max_tokens,
             max_rollouts=max_rollouts,
-            max_cache_tokens=max_cache_tokens,
+            max_cache_tokens=self._max_prefix_tokens(forward_only, kept_activations=False),
+            max_kept_tokens=self._max_prefix_tokens(
+                forward_only, kept_activations=not forward_only
+            ),
+            prefix_activations=activations,
             cut_overhead_tokens=self.options.cut_overhead_tokens,
-            # Pieces save memory only if their graphs do not wait for each other.
-            split_segments=activations == "recompute" and max_tokens is not None,
+            split_segments=activations in ("auto", "recompute") and max_tokens is not None,
+        )
+
+    def _max_prefix_tokens(self, forward_only: bool, *, kept_activations: bool) -> int | None:
+        """Prefix tokens that `max_cache_bytes` holds; a forward alone needs no gradients."""
+        if self.options.max_cache_bytes is None:
+            return None
+        element_bytes = torch.finfo(self._autocast_dtype).bits // 8
+        gradient_bytes = 4 if self.options.cache_grad_dtype == "float32" else element_bytes
+        model = pretrained_model(self.module)
+        return ModelShape.from_config(model.config).max_prefix_tokens(
+            self.options.max_cache_bytes,
+            element_bytes=element_bytes,
+            gradient_bytes=0 if forward_only else gradient_bytes,
+            kept_activations=kept_activations,
+            checkpointing=model.is_gradient_checkpointing,
         )
 
     def _autocast(self) -> AbstractContextManager:

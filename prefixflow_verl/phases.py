@@ -119,8 +119,6 @@ class PackedBatch:
     plan: Plan
     layouts: list[PackLayout]
     planning_s: float
-    prefix_activations: PrefixActivations = "keep"
-    """See activations.py."""
 
     @property
     def completion_order(self) -> list[int]:
@@ -142,10 +140,8 @@ def pack_sequences(
     mode: PlanMode = "auto",
     keys: Sequence[Hashable] | None = None,
     min_shared_tokens: int = 1,
-    prefix_activations: PrefixActivations = "keep",
 ) -> PackedBatch:
-    """Plan `sequences` and lay out every pack; see `make_plan`, `Packer` and activations.py for the
-    arguments."""
+    """Plan `sequences` and lay out every pack; see `make_plan` and `Packer` for the arguments."""
     began = time.perf_counter()
     forest, plan = make_plan(
         sequences, budget, mode=mode, keys=keys, min_shared_tokens=min_shared_tokens
@@ -156,7 +152,6 @@ def pack_sequences(
         plan=plan,
         layouts=layouts,
         planning_s=time.perf_counter() - began,
-        prefix_activations=prefix_activations,
     )
 
 
@@ -257,7 +252,7 @@ class PhaseRunner:
         with_entropy: bool,
     ) -> RunStats:
         plan = batch.plan
-        agreed, activations = self._agree(plan.counts, batch.prefix_activations)
+        agreed, activations = self._agree(plan.counts, plan.prefix_activations)
         recomputes = training and activations == "recompute"
         self._with_entropy = with_entropy
         self._max_cache_bytes = 0
@@ -613,15 +608,16 @@ class PrefixFlow:
     ) -> None:
         check_model(model)
         device = next(model.parameters()).device
-        self._budget = PackBudget(
-            max_tokens=max_tokens_per_pack, split_segments=prefix_activations == "recompute"
-        )
-        self._min_shared_tokens = min_shared_tokens
         if prefix_activations not in ORDER:
             raise ValueError(
                 f"prefix_activations={prefix_activations!r} must be one of {', '.join(ORDER)}"
             )
-        self._prefix_activations = prefix_activations
+        self._budget = PackBudget(
+            max_tokens=max_tokens_per_pack,
+            prefix_activations=prefix_activations,
+            split_segments=prefix_activations == "recompute",
+        )
+        self._min_shared_tokens = min_shared_tokens
         self._runner = PhaseRunner(
             model=model,
             backend=choose_backend(attention_backend, device),
@@ -702,5 +698,4 @@ class PrefixFlow:
             predict=predict,
             temperatures=temperatures,
             min_shared_tokens=self._min_shared_tokens,
-            prefix_activations=self._prefix_activations,
         )

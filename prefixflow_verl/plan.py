@@ -33,6 +33,9 @@ from prefixflow_verl.forest import PrefixForest, build_forest, separate_trees, s
 
 PlanMode = Literal["auto", "fused", "cut", "off"]
 
+PrefixActivations = Literal["keep", "offload", "recompute"]
+"""What happens to the activations of a prefix while its suffixes run; see activations.py."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackBudget:
@@ -44,7 +47,12 @@ class PackBudget:
     max_rollouts: int | None = None
     """Sequences (root-to-leaf paths) per pack, for fixed micro-batches."""
     max_cache_tokens: int | None = None
-    """Cached tokens alive at once; None: no bound. A tree that needs more shares less."""
+    """Prefix tokens whose keys and values are alive at once; None: no bound. A tree that needs more
+    shares less."""
+    max_kept_tokens: int | None = None
+    """The same where activations are kept as well; None: `max_cache_tokens` holds there too."""
+    prefix_activations: PrefixActivations | Literal["auto"] = "keep"
+    """`auto` keeps them, unless a tree would then have to share less: then it recomputes."""
     cut_overhead_tokens: int = 0
     """A cut that saves fewer tokens than this is not worth its extra forward and backward."""
     split_segments: bool = False
@@ -59,10 +67,27 @@ class PackBudget:
             raise ValueError(
                 "PackBudget.split_segments splits by tokens: set max_tokens instead of max_rollouts"
             )
-        for name in ("max_tokens", "max_rollouts", "max_cache_tokens"):
+        for name in ("max_tokens", "max_rollouts", "max_cache_tokens", "max_kept_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"PackBudget.{name} is {value}: it must be an integer, 1 or more")
+
+    def with_activations(self, activations: PrefixActivations) -> PackBudget:
+        """This budget with the bound that holds for `activations`, which are decided thereby."""
+        limit = self.max_cache_tokens
+        if activations == "keep" and self.max_kept_tokens is not None:
+            limit = self.max_kept_tokens
+        # Pieces save memory only if their graphs do not wait for each other.
+        splits = self.split_segments and (
+            activations == "recompute" or self.prefix_activations == activations
+        )
+        return replace(
+            self,
+            max_cache_tokens=limit,
+            max_kept_tokens=None,
+            prefix_activations=activations,
+            split_segments=splits,
+        )
 
     @property
     def pack_limit(self) -> int:
@@ -103,6 +128,8 @@ class Plan:
     """Parent-child edges whose ends are in different packs."""
     num_dissolved_trees: int = 0
     """Shared roots that were run without sharing: too little to save or over the cache budget."""
+    prefix_activations: PrefixActivations = "keep"
+    """Decided by the budget."""
 
     @property
     def counts(self) -> list[tuple[int, int]]:
@@ -151,6 +178,18 @@ def make_plan(
     if mode == "off":
         keys = range(len(sequences))
     trie = build_forest(sequences, keys=keys, min_shared_tokens=min_shared_tokens)
+    if budget.prefix_activations != "auto":
+        return _plan_trie(trie, budget.with_activations(budget.prefix_activations), mode)
+    kept = _plan_trie(trie, budget.with_activations("keep"), mode)
+    if budget.max_kept_tokens is None or not kept[1].num_dissolved_trees:
+        return kept
+    recomputed = _plan_trie(trie, budget.with_activations("recompute"), mode)
+    shares_more = recomputed[1].num_dissolved_trees < kept[1].num_dissolved_trees
+    return recomputed if shares_more else kept
+
+
+def _plan_trie(trie: PrefixForest, budget: PackBudget, mode: PlanMode) -> tuple[PrefixForest, Plan]:
+    """Plan an unsplit forest; returns the forest that the plan is of."""
     num_dissolved = 0
     while True:
         split = budget.split_segments and mode != "fused"
@@ -161,7 +200,12 @@ def make_plan(
             break
         num_dissolved += len(trees)
         trie = separate_trees(trie, np.flatnonzero(trie.parent < 0)[trees])
-    return forest, replace(plan_cuts(forest, cut, budget), num_dissolved_trees=num_dissolved)
+    plan = plan_cuts(forest, cut, budget)
+    return forest, replace(
+        plan,
+        num_dissolved_trees=num_dissolved,
+        prefix_activations=budget.prefix_activations,
+    )
 
 
 def plan_cuts(forest: PrefixForest, cut: np.ndarray, budget: PackBudget) -> Plan:

@@ -99,10 +99,9 @@ def run_case(
     sequences = CASES[case][rank]
     batch = pack_sequences(
         [row.numpy() for row in sequences],
-        PackBudget(max_tokens=40),
+        PackBudget(max_tokens=40, prefix_activations=activations),
         mode=mode,
         predict=[np.arange(1, len(row)) >= FIRST_TARGET.get(case, 1) for row in sequences],
-        prefix_activations=activations,
     )
     runner = PhaseRunner(
         model=model,

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -111,7 +111,9 @@ def run_and_count(
 ):
     """What is alive whenever the loss of a pack is asked for, and after everything has run."""
     batch = pack_sequences(
-        [row.numpy() for row in sequences], budget, mode=mode, prefix_activations=activations
+        [row.numpy() for row in sequences],
+        replace(budget, prefix_activations=activations),
+        mode=mode,
     )
     runner = PhaseRunner(model=model, backend=BACKENDS["sdpa_cpu"])
     loss = sum_losses(rollout_loss(len(sequences)))
@@ -169,7 +171,7 @@ def test_leaves_leave_only_heads_alive(checkpointing):
 
 @checkpointing
 def test_recomputed_heads_keep_no_graph_while_leaves_run(checkpointing):
-    """A tree with a head that costs as much as a leaf: half of the graph is there."""
+    """A head costs about as much as a leaf, besides the LM head: about half of the graph is there."""
     sequences = equal_groups(1, prompt=12, num_responses=4, response=13)
     model = tiny_model(num_layers=2, checkpointing=checkpointing)
     budget = PackBudget(max_tokens=12)
@@ -177,8 +179,8 @@ def test_recomputed_heads_keep_no_graph_while_leaves_run(checkpointing):
     counts, after, stats = run_and_count(model, sequences, budget, "auto", activations="recompute")
     assert len(set(counts)) == len(set(kept)) == 1 and len(counts) == len(kept) == 4
     (saved, outputs, _), (kept_saved, kept_outputs, _) = counts[0], kept[0]
-    assert outputs < 0.6 * kept_outputs
-    assert saved < 0.6 * kept_saved
+    assert outputs < 0.7 * kept_outputs
+    assert saved < 0.7 * kept_saved
     assert after == (0, 0, 0)
 
 

@@ -5,6 +5,7 @@ relative 2-norms per parameter: 1e-5 in fp32, and 1e-6 in fp64 because Hugging F
 compute in fp32.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -38,13 +39,18 @@ PLANS = {
     "fused": {"mode": "fused", "budget": LARGE},
     "cut": {"mode": "cut", "budget": SMALL},
     "off": {"mode": "off", "budget": SMALL},
-    "recompute": {"mode": "cut", "budget": SMALL, "prefix_activations": "recompute"},
+    "recompute": {
+        "mode": "cut",
+        "budget": PackBudget(max_tokens=40, prefix_activations="recompute"),
+    },
     "pieces": {
         "mode": "auto",
-        "budget": PackBudget(max_tokens=7, split_segments=True),
-        "prefix_activations": "recompute",
+        "budget": PackBudget(max_tokens=7, split_segments=True, prefix_activations="recompute"),
     },
-    "offload": {"mode": "auto", "budget": SMALL, "prefix_activations": "offload"},
+    "offload": {
+        "mode": "auto",
+        "budget": PackBudget(max_tokens=40, prefix_activations="offload"),
+    },
 }
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "fp64"])
 checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -232,7 +238,7 @@ def test_only_wanted_predictions(mask, plan):
     model = tiny_model(num_layers=2)
     loss = rollout_loss(len(sequences))
     truth = dense_gradients(model, sequences, masked_loss(predict, loss))
-    settings = {**PLANS[plan], "budget": PackBudget(max_tokens=18)}
+    settings = {**PLANS[plan], "budget": replace(PLANS[plan]["budget"], max_tokens=18)}
     batch = pack_sequences(arrays(sequences), predict=predict, **settings)
     ours, _ = run(model, batch, loss_or_nothing(loss))
     if mask == "nothing":
@@ -268,7 +274,7 @@ def test_rollouts_of_every_shape(shape, plan):
         seen.append(index)
         return loss(index, *outputs)
 
-    settings = {**PLANS[plan], "budget": PackBudget(max_tokens=24)}
+    settings = {**PLANS[plan], "budget": replace(PLANS[plan]["budget"], max_tokens=24)}
     ours, _ = run(model, pack_sequences(arrays(sequences), **settings), loss_seen)
     assert_close(ours, truth, 1e-5)
     # A rollout of one token predicts nothing and meets no loss; every other one exactly one.

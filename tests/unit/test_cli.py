@@ -74,10 +74,18 @@ def test_plan_token_budget_cuts():
     assert record["max_cache_bytes"] == 1000 * CACHED_TOKEN_BYTES
 
 
+KEEP = ("--prefix-activations", "keep")
+
+
 def test_plan_cache_budget_makes_rounds():
     record = plan(*TIGHT, "--max-cache-bytes", 500 * CACHED_TOKEN_BYTES)
     assert len(record["rounds"]) == 4
     assert record["max_cache_bytes"] == 500 * CACHED_TOKEN_BYTES
+    # Their activations do not fit beside them.
+    assert record["prefix_activations"] == "recompute"
+    kept = plan(*TIGHT, "--max-cache-bytes", 500 * CACHED_TOKEN_BYTES, *KEEP)
+    assert kept["prefix_activations"] == "keep"
+    assert kept["num_dissolved_trees"] > record["num_dissolved_trees"]
 
 
 def test_plan_says_when_a_cut_is_not_worth_it():

@@ -328,3 +328,45 @@ def test_a_plan_prints():
 def test_budgets_out_of_range_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         PackBudget(**settings)
+
+
+@pytest.mark.parametrize(
+    "max_kept_tokens, activations, num_dissolved",
+    [(None, "keep", 0), (10, "keep", 0), (9, "recompute", 0)],
+)
+def test_activations_are_kept_unless_sharing_would_suffer(
+    max_kept_tokens, activations, num_dissolved
+):
+    """A prompt of 10 tokens under four responses: cut by the budget of 12 tokens."""
+    prompt = np.arange(10)
+    sequences = [np.concatenate([prompt, 100 * index + np.arange(9)]) for index in range(1, 5)]
+    budget = PackBudget(
+        max_tokens=12,
+        max_cache_tokens=10,
+        max_kept_tokens=max_kept_tokens,
+        prefix_activations="auto",
+    )
+    forest, plan = make_plan(sequences, budget)
+    assert (plan.prefix_activations, plan.num_dissolved_trees) == (activations, num_dissolved)
+    assert forest.executed_tokens == 10 + 4 * 8
+    # Asked to keep them, the tree shares less instead.
+    _, kept = make_plan(sequences, replace(budget, prefix_activations="keep"))
+    assert kept.num_dissolved_trees == (activations == "recompute")
+
+
+def test_recomputing_does_not_help_a_tree_over_the_cache():
+    prompt = np.arange(10)
+    sequences = [np.concatenate([prompt, 100 * index + np.arange(9)]) for index in range(1, 5)]
+    budget = PackBudget(
+        max_tokens=12, max_cache_tokens=9, max_kept_tokens=3, prefix_activations="auto"
+    )
+    _, plan = make_plan(sequences, budget)
+    assert (plan.prefix_activations, plan.num_dissolved_trees) == ("keep", 1)
+
+
+def test_only_recomputed_segments_are_split_by_themselves():
+    sequences = [np.arange(21)]
+    budget = PackBudget(max_tokens=5, split_segments=True, prefix_activations="auto")
+    assert make_plan(sequences, budget)[0].num_segments == 1
+    forest, _ = make_plan(sequences, replace(budget, prefix_activations="recompute"))
+    assert forest.num_segments == 4
