@@ -8,9 +8,9 @@ Reading order: `forest` (what is shared), `plan` (what runs together, in which o
 (what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
 gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula.
 
-Import layers: `forest`, `plan`, `packing`, `accounting` need numpy only; `attention`, `kv_cache`,
-`log_probs`, `model_hook`, `phases` need torch and transformers and know nothing of veRL; the rest
-is the veRL side.
+Import layers: `forest`, `plan`, `packing`, `accounting` need numpy only; `activations`,
+`attention`, `kv_cache`, `log_probs`, `model_hook`, `phases` need torch and transformers and know
+nothing of veRL; the rest is the veRL side.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ target, but the last position of a shared segment predicts the first token of ea
 predictions belong to segments, are kept once each, and every rollout gathers its log-probs along
 its path. The gradient of a prediction is then the sum over all rollouts that use it.
 
+[Note: runs]
+In depth-first order a segment's first child follows it in the row, the first child of that comes
+next, and so on. Such a run reads like one sequence, so it takes one causal attention over all of
+it, and only what branches off later attends to its segments by parts of its own.
+
 [Note: all packs in one row]
 A batch may have a million segments, so tokens and segments are never looped over except to make
 records. The rows of all packs are laid end to end and computed at once; a pack is a slice.
@@ -74,7 +79,7 @@ class PackLayout:
     position_ids: np.ndarray
     """[T] int64. RoPE positions; rollouts start at 0."""
     self_parts: tuple[tuple[int, int], ...]
-    """Row range of each segment: causal attention inside it."""
+    """Row ranges with causal attention inside: one per run of segments."""
     cross_parts: tuple[CrossPart, ...]
     """Attention to ancestors. Together with `self_parts`: every query meets every earlier position
     once."""
@@ -220,13 +225,29 @@ class Packer:
         begin = self._input_begin[owner] + owner
         return self._tokens[position_ids + np.repeat(begin, lengths)], position_ids
 
+    def _run_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """[S] bool in row order: begins a run. [S] int64: row behind the run of each segment.
+
+        See [Note: runs].
+        """
+        by_row, pack = self._by_row, self._pack_of[self._by_row]
+        begins = np.ones(len(by_row), dtype=bool)
+        begins[1:] = (self._forest.parent[by_row[1:]] != by_row[:-1]) | (pack[1:] != pack[:-1])
+        first = np.flatnonzero(begins)
+        last = by_row[np.append(first[1:], len(by_row)) - 1] if len(first) else first
+        run_end = np.empty(len(by_row), dtype=np.int64)
+        run_end[by_row] = (self._row + self._forest.lengths)[last][np.cumsum(begins) - 1]
+        return begins, run_end
+
     def _self_parts(self) -> list[tuple[tuple[int, int], ...]]:
-        """Per pack: row range of each segment."""
-        forest, by_row = self._forest, self._by_row
-        begin = (self._row - self._pack_row[self._pack_of])[by_row]
-        end = begin + forest.lengths[by_row]
+        """Per pack: row range of each run of segments."""
+        begins, run_end = self._run_bounds()
+        first = self._by_row[begins]
+        start = self._pack_row[self._pack_of[first]]
+        begin, end = self._row[first] - start, run_end[first] - start
         parts = list(zip(begin.tolist(), end.tolist(), strict=True))
-        return [tuple(parts[a:b]) for a, b in pairwise(self._pack_segment.tolist())]
+        bounds = np.append(0, np.cumsum(begins))[self._pack_segment]
+        return [tuple(parts[a:b]) for a, b in pairwise(bounds.tolist())]
 
     def _cross_parts(self) -> list[tuple[CrossPart, ...]]:
         """Per pack: every ancestor range that its queries read, adjacent ranges of one path
@@ -250,10 +271,17 @@ class Packer:
         end = pack * num_segments + forest.subtree_end[ancestor]
         last = by_row[np.searchsorted(in_row, end) - 1]
         source = pack_of[ancestor]
-        query_start = self._row[first] - self._pack_row[pack]
+        # A run's own queries are met by its causal part.
+        _, run_end = self._run_bounds()
+        query_begin = np.where(source == pack, run_end[ancestor], self._row[first])
+        query_start = query_begin - self._pack_row[pack]
         query_end = self._row[last] + forest.lengths[last] - self._pack_row[pack]
         key_start = self._row[ancestor] - self._pack_row[source]
         key_end = key_start + forest.lengths[ancestor]
+        is_read = query_start < query_end
+        pack, source, query_start, query_end, key_start, key_end = (
+            column[is_read] for column in (pack, source, query_start, query_end, key_start, key_end)
+        )
         starts_part = _differs_from_last(pack, query_start, query_end, source)
         starts_part[1:] |= key_start[1:] != key_end[:-1]
         ends_part = np.roll(starts_part, -1)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +23,15 @@ from prefixflow_verl.kv_cache import PackCache
 from prefixflow_verl.memory import measure_peaks
 from prefixflow_verl.phases import PhaseRunner, pack_sequences
 from prefixflow_verl.plan import PackBudget
-from tests.reference import VOCAB, nested_rollouts, rollout_loss, sum_losses, tiny_model
+from tests.reference import (
+    VOCAB,
+    gradients,
+    max_relative_error,
+    nested_rollouts,
+    rollout_loss,
+    sum_losses,
+    tiny_model,
+)
 
 checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 
@@ -171,7 +180,7 @@ def test_leaves_leave_only_heads_alive(checkpointing):
 
 @checkpointing
 def test_recomputed_heads_keep_no_graph_while_leaves_run(checkpointing):
-    """A head costs about as much as a leaf, besides the LM head: about half of the graph is there."""
+    """A head costs about as much as a leaf without its LM head: half of the graph is there."""
     sequences = equal_groups(1, prompt=12, num_responses=4, response=13)
     model = tiny_model(num_layers=2, checkpointing=checkpointing)
     budget = PackBudget(max_tokens=12)
@@ -212,6 +221,32 @@ def test_the_formula_of_kept_activations_bounds_what_is_kept(family, least, chec
     predicted = shape.activation_bytes_per_token(element_bytes=4, checkpointing=checkpointing)
     predicted += shape.cache_bytes_per_token(element_bytes=4, gradient_bytes=4)
     assert least * predicted < measured <= 1.01 * predicted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@checkpointing
+def test_offloaded_activations_leave_the_device(checkpointing):
+    """Same gradients; while suffixes run, the device holds less than if activations were kept."""
+    device = torch.device("cuda")
+    model = tiny_model(num_layers=4, num_heads=8, checkpointing=checkpointing).to(device)
+    sequences = equal_groups(1, 512, 4, 8)
+    loss = sum_losses(rollout_loss(len(sequences)))
+    suffix_bytes, found = {}, {}
+    for activations in ("keep", "offload"):
+        batch = pack_sequences(
+            [row.numpy() for row in sequences],
+            PackBudget(max_tokens=512, prefix_activations=activations),
+        )
+        runner = PhaseRunner(model=model, backend=BACKENDS["reference"])
+        model.zero_grad()
+        runner.backward(batch, loss, with_entropy=True)
+        found[activations] = gradients(model)
+        model.zero_grad(set_to_none=False)
+        run = partial(runner.backward, batch, loss, with_entropy=True)
+        suffix_bytes[activations] = measure_peaks(run, device).phase_bytes["suffix"]
+    assert max_relative_error(found["offload"], found["keep"])[0] < 1e-5
+    assert suffix_bytes["offload"] < (1.0 if checkpointing else 0.7) * suffix_bytes["keep"]
 
 
 @checkpointing

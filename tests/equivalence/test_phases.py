@@ -325,10 +325,8 @@ def cut_channel(monkeypatch, channel: str, batch: PackedBatch) -> None:
 def boundary_predictions(batch: PackedBatch, index: int) -> torch.Tensor:
     """[P] bool: the prediction is made by a shared segment."""
     layout = batch.layouts[index]
-    is_shared = np.zeros(layout.num_tokens, dtype=bool)
-    segments = batch.plan.packs[index].segments
-    for segment, (start, end) in zip(segments, layout.self_parts, strict=True):
-        is_shared[start:end] = batch.forest.is_shared[segment]
+    segments = list(batch.plan.packs[index].segments)
+    is_shared = np.repeat(batch.forest.is_shared[segments], batch.forest.lengths[segments])
     rows = layout.logit_rows[layout.scaled_rows[layout.prediction_rows]]
     return torch.from_numpy(is_shared[rows])
 

@@ -155,7 +155,10 @@ def test_checkpointing_runs_the_layers_again(monkeypatch):
     forward_parts = attention.forward_parts
 
     def count(*arguments):
-        calls.append(1)
+        queries = arguments[0]
+        # One dummy token, without gradients, shows what follows the LM head.
+        if queries.shape[2] > 1:
+            calls.append(1)
         return forward_parts(*arguments)
 
     monkeypatch.setattr(attention, "forward_parts", count)

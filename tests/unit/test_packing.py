@@ -144,6 +144,23 @@ def test_two_temperatures_share_one_row_of_logits():
     assert layout.targets.tolist() == [2, 2, 3, 4, 3]
 
 
+def test_turns_of_one_conversation_are_one_causal_part():
+    """A sample per turn: each is a prefix of the next, so the tree is one path."""
+    conversation = np.arange(40)
+    _, (layout,) = pack([conversation[:10], conversation[:25], conversation])
+    assert layout.self_parts == ((0, 39),) and layout.cross_parts == ()
+
+
+def test_the_first_response_continues_its_prompt():
+    prompt = np.arange(6)
+    responses = ([10, 11, 12], [20, 21, 22], [30, 31, 32])
+    _, (layout,) = pack([np.concatenate([prompt, response]) for response in responses])
+    assert layout.self_parts == ((0, 8), (8, 10), (10, 12))
+    (part,) = layout.cross_parts
+    assert (part.query_start, part.query_end) == (8, 12)
+    assert (part.key_start, part.key_end) == (0, 6)
+
+
 def test_ancestors_that_lie_side_by_side_are_read_as_one():
     # A chain of three nested segments in one head pack, read by leaves of another pack.
     sequences = arrays([[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8, 8]])
