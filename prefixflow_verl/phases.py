@@ -51,6 +51,7 @@ from prefixflow_verl.model_hook import (
 )
 from prefixflow_verl.packing import Completion, Packer, PackLayout
 from prefixflow_verl.plan import PackBudget, Plan, PlanMode, make_plan
+from prefixflow_verl.provenance import digest_tokens
 
 _DUMMY_LAYOUT = PackLayout(
     token_ids=np.zeros(1, dtype=np.int64),
@@ -348,7 +349,12 @@ class PhaseRunner:
         is_head = index is not None and batch.plan.packs[index].is_head
         roots, captured = self._run_model(batch, index, is_head)
         if is_head:
-            cache = PackCache(self.weights, self.cache_gradient_dtype)
+            cache = PackCache(
+                self.weights,
+                self.cache_gradient_dtype,
+                content=digest_tokens(batch.layouts[index].token_ids),
+                backend=self.backend.name,
+            )
             for layer, (key, value) in captured.items():
                 cache.store(layer, key, value)
             self._caches[index] = cache
@@ -380,6 +386,9 @@ class PhaseRunner:
         by layer if asked for. Index None is a dummy, of no batch."""
         layout = batch.layouts[index] if index is not None else _DUMMY_LAYOUT
         reads = {part.pack for part in layout.cross_parts if part.pack in self._caches}
+        for pack in reads:
+            content = digest_tokens(batch.layouts[pack].token_ids)
+            self._caches[pack].check_origin(content=content, backend=self.backend.name)
         captured = {} if capture else None
         if captured is not None:
             self._captured.append(captured)

@@ -16,9 +16,31 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from prefixflow_verl.config import OPTIONS_PATH
+from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH
+from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.model_hook import UnsupportedModelError
 from prefixflow_verl.phases import CompletedRollouts
+from prefixflow_verl.provenance import (
+    RECORD_KEY,
+    PolicyRecord,
+    ProvenanceError,
+    check_record,
+    digest_tokens,
+)
+
+STEP_KEY = "prefixflow_step"
+"""Setting of a batch: the trainer step it belongs to."""
+
+TRIGGER_KEY = "prefixflow_trigger"
+"""Setting of a batch: which update of that step."""
+
+LOG_PROB_STEP_KEY = "log_prob_step"
+"""Per-row output of a log-prob pass: the step that asked for it. The trainer keeps it as
+`old_log_prob_step` and `ref_log_prob_step`."""
+
+CONSUMED_KEY = f"{METRIC_PREFIX}consumed"
+"""Metric of an update that holds, per mini-batch and rank, what was consumed; see
+`consumed_rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +121,92 @@ def check_rows(data: TensorDict) -> None:
             "positions), so equal tokens need not have equal keys: use plain text positions, or "
             f"set {OPTIONS_PATH}.on_unsupported=fallback",
         )
+
+
+def policy_records(data: TensorDict) -> list[PolicyRecord | None]:
+    """The policy record of each row; None for rows without one.
+
+    Raises:
+        ProvenanceError: a record is malformed.
+    """
+    rows = data.get("extra_fields", None)
+    records: list[PolicyRecord | None] = []
+    for row in rows if rows is not None else [None] * data.batch_size[0]:
+        fields = getattr(row, "data", row)
+        wire = fields.get(RECORD_KEY) if isinstance(fields, dict) else None
+        records.append(PolicyRecord.from_wire(wire) if wire is not None else None)
+    return records
+
+
+def check_provenance(data: TensorDict) -> list[PolicyRecord | None]:
+    """Check that every row with loss is what its policy record says, and that old and reference
+    log-probs belong to this step; rows without loss (padding, dropped groups) are not looked at.
+
+    Returns:
+        The records.
+
+    Raises:
+        ProvenanceError: naming the row and what does not fit.
+    """
+    records = policy_records(data)
+    step = tu.get_non_tensor_data(data=data, key=STEP_KEY, default=None)
+    if "responses" not in data or not any(record is not None for record in records):
+        return records
+    uids = data.get("uid", None)
+    uids = [str(getattr(uid, "data", uid)) for uid in uids] if uids is not None else None
+    responses = response_rows(data, "responses")
+    masks = response_rows(data, "response_mask")
+    for index, record in enumerate(records):
+        mask = masks[index].cpu().numpy()
+        if record is None or not mask.any():
+            continue
+        check_record(
+            record,
+            uid=uids[index] if uids is not None else None,
+            response_ids=responses[index].cpu().numpy(),
+            response_mask=mask,
+            trainer_version=step - 1 if step is not None else None,
+        )
+        for kind in ("old", "ref"):
+            computed_in = data.get(f"{kind}_{LOG_PROB_STEP_KEY}", None)
+            if computed_in is None or step is None:
+                continue
+            if int(computed_in[index]) != step:
+                raise ProvenanceError(
+                    f"the {kind} log-probs of {record.key} were computed in step "
+                    f"{int(computed_in[index])}, this is the update of step {step}: compute them "
+                    "again under the weights of this step"
+                )
+    return records
+
+
+def consumed_rows(
+    records: Sequence[PolicyRecord | None],
+    mini_batch: int,
+    batch: RolloutBatch | None = None,
+    forest: PrefixForest | None = None,
+) -> dict[str, Any]:
+    """What one rank consumed in one mini-batch, in plain values.
+
+    Returns:
+        `mini_batch`, `keys` of the sequences that have a record, and for each of those
+        `prefix_segments`: digests of the shared prefixes (all tokens from the first) it was run
+        through, empty where nothing was reused.
+    """
+    prefixes: list[list[int]] = [[] for _ in records]
+    if forest is not None:
+        for segment in np.flatnonzero(forest.is_shared):
+            rollouts = forest.rollouts_of(segment)
+            end = int(forest.end[segment])
+            digest = digest_tokens(batch.token_ids[rollouts[0]][:end])
+            for rollout in rollouts:
+                prefixes[rollout].append(digest)
+    known = [index for index, record in enumerate(records) if record is not None]
+    return {
+        "mini_batch": mini_batch,
+        "keys": [records[index].key for index in known],
+        "prefix_segments": [prefixes[index] for index in known],
+    }
 
 
 def model_output_rows(

@@ -93,7 +93,9 @@ def by_packs(tree: Planned, backend: str, q, k, v, dout, gradient_dtype=None):
     for index, layout in enumerate(tree.layouts):
         row = [x[:, :, tree.tokens[index]].requires_grad_() for x in (q, k, v)]
         if tree.plan.packs[index].is_head:
-            caches[index] = PackCache(WeightsVersion([]), gradient_dtype)
+            caches[index] = PackCache(
+                WeightsVersion([]), gradient_dtype, content=index, backend=backend
+            )
             caches[index].store(0, row[1], row[2])
         context = SegmentContext(
             layout=layout, backend=BACKENDS[backend], caches=dict(caches), captured=None

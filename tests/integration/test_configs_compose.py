@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from prefixflow_verl.config import PrefixFlowOptions
+from prefixflow_verl.config import PrefixFlowOptions, ProvenanceOptions
 
 REPOSITORY = Path(__file__).parents[2]
 PRIMARY_CONFIGS = ("prefixflow_grpo", "prefixflow_grpo_cpu")
@@ -114,15 +114,28 @@ def test_every_option_of_the_config_reaches_both_engines(name, assets):
         "plan": "cut",
         "min_shared_tokens": 99,
         "cut_overhead_tokens": 111,
+        "provenance": {
+            "enabled": False,
+            "max_staleness": 3,
+            "on_stale": "mask",
+            "on_mixed": "drop_group",
+            "on_missing": "error",
+            "ledger_dir": "here",
+        },
     }
     path = "actor_rollout_ref.actor.fsdp_config.prefixflow"
-    overrides = [f"{path}.{option}={value}" for option, value in values.items()]
+    rules = values["provenance"]
+    overrides = [f"{path}.{option}={value}" for option, value in values.items() if value != rules]
+    overrides += [f"{path}.provenance.{rule}={value}" for rule, value in rules.items()]
     config = compose_run("prefixflow_verl.configs", name, assets, *overrides)
     section = OmegaConf.select(config, path)
     options = {field.name for field in fields(PrefixFlowOptions)}
     assert options == set(section) == set(values), "every option is in the config, and in this test"
+    assert {field.name for field in fields(ProvenanceOptions)} == set(section.provenance)
+    assert set(rules) == set(section.provenance)
     actor, reference, _ = engine_configs(config)
-    assert actor.prefixflow == reference.prefixflow == PrefixFlowOptions(**values)
+    expected = PrefixFlowOptions(**values | {"provenance": ProvenanceOptions(**rules)})
+    assert actor.prefixflow == reference.prefixflow == expected
 
 
 def test_option_out_of_range_stops_the_run_before_it_starts(assets):

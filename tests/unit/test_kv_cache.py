@@ -5,7 +5,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from prefixflow_verl import PrefixFlow, StaleCacheError
-from prefixflow_verl.kv_cache import PackCache, WeightsVersion
+from prefixflow_verl.kv_cache import CacheOrigin, PackCache, WeightsVersion
 from tests.reference import dense_log_probs, nested_rollouts, tiny_model
 
 OPTIMIZERS = {
@@ -19,7 +19,8 @@ OPTIMIZERS = {
 def filled_cache(
     model: torch.nn.Module, dtype: torch.dtype = torch.float32, gradient_dtype=torch.float32
 ) -> PackCache:
-    cache = PackCache(WeightsVersion(model.parameters()), gradient_dtype)
+    weights = WeightsVersion(model.parameters())
+    cache = PackCache(weights, gradient_dtype, content=7, backend="reference")
     cache.store(0, torch.ones(1, 2, 6, 4, dtype=dtype), torch.ones(1, 2, 6, 4, dtype=dtype))
     return cache
 
@@ -28,13 +29,13 @@ def filled_cache(
 def test_a_cache_is_stale_after_an_optimizer_step(optimizer):
     model = torch.nn.Linear(3, 2)
     cache = filled_cache(model)
-    cache.read(0, 0, 6)
+    cache.read(0, 0, 6, torch.float32)
     model(torch.ones(1, 3)).sum().backward()
-    cache.read(0, 0, 6)
+    cache.read(0, 0, 6, torch.float32)
     OPTIMIZERS[optimizer](model.parameters()).step()
     with pytest.raises(StaleCacheError, match="weights changed"):
-        cache.read(0, 0, 6)
-    filled_cache(model).read(0, 0, 6)
+        cache.read(0, 0, 6, torch.float32)
+    filled_cache(model).read(0, 0, 6, torch.float32)
 
 
 def test_the_step_of_another_model_changes_nothing():
@@ -42,7 +43,7 @@ def test_the_step_of_another_model_changes_nothing():
     other = torch.nn.Linear(3, 2)
     other(torch.ones(1, 3)).sum().backward()
     torch.optim.AdamW(other.parameters(), fused=True).step()
-    cache.read(0, 0, 6)
+    cache.read(0, 0, 6, torch.float32)
 
 
 def test_watching_optimizers_ends_with_the_watcher():
@@ -131,6 +132,26 @@ def test_accumulator_dtype(gradient_dtype, total):
         assert not gradient[:, :, :2].any() and not gradient[:, :, 4:].any()
 
 
+def test_a_cache_knows_what_it_was_computed_for():
+    model = torch.nn.Linear(3, 2)
+    cache = filled_cache(model, torch.bfloat16)
+    weights_version = WeightsVersion(model.parameters()).current()
+    assert cache.origin == CacheOrigin(
+        weights_version=weights_version, content=7, dtype=torch.bfloat16, backend="reference"
+    )
+    cache.check_origin(content=7, backend="reference")
+    with pytest.raises(StaleCacheError, match="other tokens"):
+        cache.check_origin(content=8, backend="reference")
+    with pytest.raises(StaleCacheError, match="another attention backend"):
+        cache.check_origin(content=7, backend="sdpa_cpu")
+    with pytest.raises(StaleCacheError, match="dtype torch.bfloat16 were read by .* torch.float32"):
+        cache.read(0, 0, 6, torch.float32)
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(StaleCacheError, match="weights changed"):
+        cache.check_origin(content=7, backend="reference")
+
+
 def test_a_layer_that_nothing_read_has_no_gradient():
     assert filled_cache(torch.nn.Linear(1, 1)).gradients(0) is None
 
@@ -144,6 +165,6 @@ def test_bytes():
 
 def test_stored_keys_carry_no_graph():
     keys = torch.ones(1, 2, 6, 4, requires_grad=True) * 2
-    cache = PackCache(WeightsVersion([]), None)
+    cache = PackCache(WeightsVersion([]), None, content=7, backend="reference")
     cache.store(3, keys, keys)
-    assert not any(tensor.requires_grad for tensor in cache.read(3, 0, 6))
+    assert not any(tensor.requires_grad for tensor in cache.read(3, 0, 6, torch.float32))
