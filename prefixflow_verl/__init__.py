@@ -8,9 +8,13 @@ Reading order: `forest` (what is shared), `plan` (what runs together, in which o
 (what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
 gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula.
 
-Import layers: `forest`, `plan`, `packing`, `accounting` need numpy only; `activations`,
-`attention`, `kv_cache`, `log_probs`, `model_hook`, `phases` need torch and transformers and know
-nothing of veRL; the rest is the veRL side.
+Which policy version sampled a token: `provenance` (words, checks, rules), `version_stamps` and
+`vllm_stamps` (where versions come from), `trajectories` (one record per sequence), `update_gate`
+(rules before the update), `ledger` (what was trained on).
+
+Import layers: `forest`, `plan`, `packing`, `accounting`, `provenance` need numpy only;
+`activations`, `attention`, `kv_cache`, `log_probs`, `model_hook`, `phases` need torch and
+transformers and know nothing of veRL; the rest is the veRL side.
 """
 
 from __future__ import annotations

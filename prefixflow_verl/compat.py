@@ -138,7 +138,8 @@ def _keep_metric_names(trainer_module: types.ModuleType) -> None:
 
 
 def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
-    from prefixflow_verl.update_gate import UpdateGate, provenance_options, take_consumed
+    from prefixflow_verl.engine_config import provenance_options
+    from prefixflow_verl.update_gate import UpdateGate, take_consumed
 
     trainer_class = trainer_module.PPOTrainer
     rename_dict = trainer_module.rename_dict
@@ -172,15 +173,12 @@ def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
 
         setattr(trainer_class, name, gated)
 
-    def stamp(gate: UpdateGate, batch: Any, update: tuple[int, int]) -> None:
-        consumed.clear()
-        gate.stamp(batch, *update)
+    def stamp(log_probs: str | None) -> Callable:
+        def before(gate: UpdateGate, batch: Any, update: tuple[int, int]) -> None:
+            consumed.clear()
+            gate.stamp(batch, *update, log_probs)
 
-    def keep_step(kind: str) -> Callable:
-        def keep(gate: UpdateGate, batch: Any, metrics: dict, update: tuple[int, int]) -> None:
-            gate.keep_log_prob_step(batch, kind)
-
-        return keep
+        return before
 
     def judge(gate: UpdateGate, batch: Any, metrics: dict, update: tuple[int, int]) -> None:
         gate.apply_rules(batch, metrics, update[0])
@@ -189,10 +187,10 @@ def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
         gate.record(metrics, *update, consumed)
 
     trainer_module.rename_dict = rename
-    around("_compute_old_log_prob", stamp, keep_step("old"))
-    around("_compute_ref_log_prob", stamp, keep_step("ref"))
+    around("_compute_old_log_prob", stamp("old"), None)
+    around("_compute_ref_log_prob", stamp("ref"), None)
     around("_compute_advantage", None, judge)
-    around("_update_actor", stamp, record)
+    around("_update_actor", stamp(None), record)
 
 
 def _stamp_rollouts(server_module: types.ModuleType) -> None:
@@ -201,7 +199,7 @@ def _stamp_rollouts(server_module: types.ModuleType) -> None:
 
     @functools.wraps(construct)
     def construct_stamping(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        from prefixflow_verl.update_gate import provenance_options
+        from prefixflow_verl.engine_config import provenance_options
 
         rollout = config.actor_rollout_ref.rollout
         stamps = rollout.name == "vllm" and not rollout.disaggregation.enabled
@@ -235,7 +233,7 @@ def _record_trajectories(agent_module: types.ModuleType) -> None:
 
     @functools.wraps(init_workers)
     async def init_recording_workers(self: Any) -> None:
-        from prefixflow_verl.update_gate import provenance_options
+        from prefixflow_verl.engine_config import provenance_options
 
         if provenance_options(self.config) is not None:
             from prefixflow_verl.trajectories import recording_worker

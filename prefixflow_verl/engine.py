@@ -46,7 +46,7 @@ from prefixflow_verl.provenance import PolicyRecord, ProvenanceError
 from prefixflow_verl.refusals import ENGINE_PATH, MODEL_PATH, find_refusal
 from prefixflow_verl.rollouts import (
     CONSUMED_KEY,
-    LOG_PROB_STEP_KEY,
+    LOG_PROB_KIND_KEY,
     STEP_KEY,
     TRIGGER_KEY,
     OrderedRows,
@@ -54,6 +54,7 @@ from prefixflow_verl.rollouts import (
     check_provenance,
     check_rows,
     consumed_rows,
+    log_prob_step_key,
     model_output_rows,
     read_rollouts,
     response_rows,
@@ -141,7 +142,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         num_loss_tokens, refusal = self._agree_on_batch(data)
         if refusal is not None:
             output = self._run_dense(data, loss_function, forward_only, refusal)
-            self._report_consumed(output, data, records)
+            self._add_provenance(output, data, forward_only, records)
             return output
         tu.assign_non_tensor(
             data,
@@ -177,10 +178,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             stats = self._runner.backward(packed, collector.add, with_entropy=with_entropy)
         output = collector.result(with_entropy)
         output["metrics"].update(self._reuse_metrics(stats, forward_only))
-        if not forward_only:
-            self._report_consumed(output, data, records, batch, packed.forest)
-        elif (step := tu.get_non_tensor_data(data=data, key=STEP_KEY, default=None)) is not None:
-            output["model_output"][LOG_PROB_STEP_KEY] = torch.full((len(batch.token_ids),), step)
+        self._add_provenance(output, data, forward_only, records, batch, packed.forest)
         return output
 
     def _check_provenance(self, data: TensorDict) -> list[PolicyRecord | None]:
@@ -203,25 +201,35 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             raise ProvenanceError(self._first_of_ranks(fault))
         return records
 
-    def _report_consumed(
+    def _add_provenance(
         self,
         output: dict[str, Any],
         data: TensorDict,
+        forward_only: bool,
         records: list[PolicyRecord | None],
         batch: RolloutBatch | None = None,
         forest: PrefixForest | None = None,
     ) -> None:
-        """Tell a trainer that asks which sequences this mini-batch consumed."""
-        update = tuple(
-            tu.get_non_tensor_data(data=data, key=key, default=None)
-            for key in (STEP_KEY, TRIGGER_KEY)
-        )
-        if not records or None in update:
+        """Tell a trainer that asks under which step log-probs were computed, or which sequences
+        this mini-batch consumed."""
+
+        def setting(key: str) -> Any:
+            return tu.get_non_tensor_data(data=data, key=key, default=None)
+
+        step, trigger, kind = setting(STEP_KEY), setting(TRIGGER_KEY), setting(LOG_PROB_KIND_KEY)
+        if step is None:
             return
-        self._mini_batch = self._mini_batch + 1 if update == self._update else 0
-        self._update = update
-        report = consumed_rows(records, self._mini_batch, batch, forest)
-        output["metrics"][CONSUMED_KEY] = [report]
+        if forward_only:
+            if kind:
+                steps = torch.full((data.batch_size[0],), step)
+                output["model_output"][log_prob_step_key(kind)] = steps
+            return
+        if records:
+            is_next = (step, trigger) == self._update
+            self._mini_batch = self._mini_batch + 1 if is_next else 0
+            self._update = step, trigger
+            report = consumed_rows(records, self._mini_batch, batch, forest)
+            output["metrics"][CONSUMED_KEY] = [report]
 
     def _budget(self, data: TensorDict, forward_only: bool) -> PackBudget:
         """verl's micro-batch settings and the options as a pack budget."""
@@ -289,6 +297,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         torch.distributed.all_reduce(totals, group=group)
         # A float: masks may hold weights.
         num_loss_tokens, num_refusing = totals.tolist()
+        # Nothing to train on is a loss of zero, not zero divided by zero.
+        num_loss_tokens = num_loss_tokens or 1.0
         if num_refusing:
             # Every rank reports the same reason: that of the first rank that has one.
             own = None if refusal is None else (refusal.feature, str(refusal))

@@ -11,9 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig
 
-from prefixflow_verl.config import STRATEGY, PrefixFlowOptions
+from prefixflow_verl.config import (
+    PROVENANCE_PATH,
+    STRATEGY,
+    PrefixFlowOptions,
+    ProvenanceOptions,
+)
 
 
 @dataclass
@@ -53,3 +59,14 @@ def as_fsdp2(engine_config: FSDPEngineConfig) -> FSDPEngineConfig:
     built = copy.copy(engine_config)
     object.__setattr__(built, "strategy", "fsdp2")
     return built
+
+
+def provenance_options(config: DictConfig) -> ProvenanceOptions | None:
+    """The rules of a composed run config; None where they are off or the actor is not ours."""
+    if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") != STRATEGY:
+        return None
+    section = OmegaConf.select(config, PROVENANCE_PATH)
+    options = ProvenanceOptions()
+    if section is not None:
+        options = ProvenanceOptions.from_mapping(OmegaConf.to_container(section, resolve=True))
+    return options if options.enabled else None

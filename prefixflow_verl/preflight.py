@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from prefixflow_verl.compat import is_cpu_selected
-from prefixflow_verl.config import OPTIONS_PATH, STRATEGY
+from prefixflow_verl.config import OPTIONS_PATH, PROVENANCE_PATH, STRATEGY
 from prefixflow_verl.refusals import ACTOR_PATH, find_refusal
 
 VERL_STRATEGIES = (
@@ -48,6 +48,7 @@ def check_run(config: DictConfig) -> None:
         _check_cpu(config, strategy)
     if strategy == STRATEGY:
         _check_reuse(config)
+        _check_provenance(config)
     _check_model(config)
     for setting in ("data.train_files", "data.val_files"):
         _check_data_files(setting, OmegaConf.select(config, setting))
@@ -110,6 +111,23 @@ def _check_reuse(config: DictConfig) -> None:
             f"{ACTOR_PATH}.loss_agg_mode={mode} without {ACTOR_PATH}.loss_scale_factor divides "
             "by the longest response of each micro-batch, so the update depends on how rows are "
             f"packed: set {ACTOR_PATH}.loss_scale_factor to data.max_response_length"
+        )
+
+
+def _check_provenance(config: DictConfig) -> None:
+    """Rules that no run with these rollouts could keep."""
+    rules = OmegaConf.select(config, PROVENANCE_PATH) or {}
+    if not rules.get("enabled", True) or rules.get("on_missing") != "error":
+        return
+    rollout_path = "actor_rollout_ref.rollout"
+    name = OmegaConf.select(config, f"{rollout_path}.name")
+    setting = f"{rollout_path}.name={name}" if name != "vllm" else None
+    if OmegaConf.select(config, f"{rollout_path}.disaggregation.enabled"):
+        setting = f"{rollout_path}.disaggregation.enabled=True"
+    if setting is not None:
+        raise ValueError(
+            f"{PROVENANCE_PATH}.on_missing=error with {setting} would stop the first update, only "
+            "vLLM's ordinary server stamps tokens: use it, or set on_missing to warn"
         )
 
 

@@ -281,7 +281,7 @@ class Verdict:
     """What the rules say about one row."""
 
     keep: np.ndarray
-    """[n] bool: tokens of the response that stay in the loss."""
+    """[n] bool: False for response tokens that the rules take out, in the loss or not."""
     action: Literal["train", "warn", "mask", "drop_group"]
     """The strongest thing done to the row."""
     reasons: tuple[str, ...]
@@ -297,12 +297,12 @@ def judge(
 ) -> list[Verdict]:
     """Apply the rules to the rows of one update.
 
-    Only tokens that carry loss count. `mask` takes the tokens it names out of the loss, and
-    `drop_group` every token of every row with that uid.
+    A rule is broken by a token that carries loss. `mask` then takes all tokens of the row that it
+    names out of the loss, and `drop_group` every token of every row with that uid.
 
     [Note: denominators]
     Both are done by zeros in verl's `response_mask` and `loss_mask`. `token-mean` divides by the
-    loss tokens of the mini-batch, so by what remains. The `seq-mean` modes divide by verl's
+    `loss_mask` tokens of the mini-batch, so by what remains. The `seq-mean` modes divide by verl's
     `global_batch_size`, a constant: a sequence that lost all its tokens adds zero, as verl's own
     padding rows do, and one that lost some is averaged (`seq-mean-token-mean`) or summed over the
     rest. Advantages are those of the whole group: they were computed before.
@@ -325,13 +325,14 @@ def judge(
             action = options.action_of(rule)
             if action == "error":
                 name = record.key if record is not None else f"a row of uid {uid}"
-                raise ProvenanceError(_complaint(rule, name, int(tokens.sum()), record, options))
+                num_tokens = int((tokens & in_loss).sum())
+                raise ProvenanceError(_complaint(rule, name, num_tokens, record, options))
             if action == "drop_group":
                 dropped.add(uid)
         found.append(broken)
     verdicts = []
     for response_mask, uid, broken in zip(response_masks, uids, found, strict=True):
-        keep = np.asarray(response_mask).astype(bool).copy()
+        keep = np.ones(len(response_mask), dtype=bool)
         action = "warn" if broken else "train"
         for rule, tokens in broken.items():
             if options.action_of(rule) == "mask":
@@ -384,17 +385,17 @@ def _broken_rules(
     trainer_version: int,
     options: ProvenanceOptions,
 ) -> dict[str, np.ndarray]:
-    """Rule -> loss tokens that break it, for rules that any token breaks."""
+    """Rule -> [n] bool, tokens that it names; only rules that a loss token breaks."""
     if record is None:
-        tokens = {"missing": in_loss}
+        tokens = {"missing": np.ones(len(in_loss), dtype=bool)}
     else:
         kinds = token_kinds(record)
-        tokens = {kind: in_loss & (kinds == KINDS.index(kind)) for kind in ("mixed", "missing")}
+        tokens = {kind: kinds == KINDS.index(kind) for kind in ("mixed", "missing")}
         if options.max_staleness is not None:
             _, worst = token_staleness(record, trainer_version)
             # Comparisons with NaN are false.
-            tokens["stale"] = in_loss & (worst > options.max_staleness)
-    return {rule: broken for rule, broken in tokens.items() if broken.any()}
+            tokens["stale"] = worst > options.max_staleness
+    return {rule: named for rule, named in tokens.items() if (named & in_loss).any()}
 
 
 def _complaint(

@@ -34,9 +34,9 @@ STEP_KEY = "prefixflow_step"
 TRIGGER_KEY = "prefixflow_trigger"
 """Setting of a batch: which update of that step."""
 
-LOG_PROB_STEP_KEY = "log_prob_step"
-"""Per-row output of a log-prob pass: the step that asked for it. The trainer keeps it as
-`old_log_prob_step` and `ref_log_prob_step`."""
+LOG_PROB_KIND_KEY = "prefixflow_log_probs"
+"""Setting of a batch in a log-prob pass: `old` or `ref`. The engine then adds, per row, the step
+that asked for it as `old_log_prob_step` or `ref_log_prob_step`."""
 
 CONSUMED_KEY = f"{METRIC_PREFIX}consumed"
 """Metric of an update that holds, per mini-batch and rank, what was consumed; see
@@ -168,7 +168,7 @@ def check_provenance(data: TensorDict) -> list[PolicyRecord | None]:
             trainer_version=step - 1 if step is not None else None,
         )
         for kind in ("old", "ref"):
-            computed_in = data.get(f"{kind}_{LOG_PROB_STEP_KEY}", None)
+            computed_in = data.get(log_prob_step_key(kind), None)
             if computed_in is None or step is None:
                 continue
             if int(computed_in[index]) != step:
@@ -178,6 +178,11 @@ def check_provenance(data: TensorDict) -> list[PolicyRecord | None]:
                     "again under the weights of this step"
                 )
     return records
+
+
+def log_prob_step_key(kind: str) -> str:
+    """Name of the per-row step of `old` or `ref` log-probs."""
+    return f"{kind}_log_prob_step"
 
 
 def consumed_rows(

@@ -7,6 +7,7 @@ advantages are there, and what an update has consumed is written down when it ha
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,47 +18,34 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from prefixflow_verl.config import (
-    METRIC_PREFIX,
-    PROVENANCE_PATH,
-    STRATEGY,
-    ProvenanceOptions,
-)
+from prefixflow_verl.config import METRIC_PREFIX, PROVENANCE_PATH, ProvenanceOptions
 from prefixflow_verl.ledger import LedgerWriter
 from prefixflow_verl.provenance import (
     KINDS,
     RECORD_KEY,
     PolicyRecord,
+    ProvenanceError,
     Verdict,
     judge,
     mismatch,
     token_kinds,
     token_staleness,
 )
-from prefixflow_verl.rollouts import CONSUMED_KEY, LOG_PROB_STEP_KEY, STEP_KEY, TRIGGER_KEY
+from prefixflow_verl.rollouts import CONSUMED_KEY, LOG_PROB_KIND_KEY, STEP_KEY, TRIGGER_KEY
+
+logger = logging.getLogger(__name__)
 
 METRICS = f"{METRIC_PREFIX}provenance/"
 MAX_AGE_METRIC = 8
 """Ages from here on share one metric."""
 
-OLD_STEP_KEY = f"old_{LOG_PROB_STEP_KEY}"
+OLD_STEP_KEY = "old_log_prob_step"
 _NUMBERS = ["rm_scores", "advantages", "old_log_probs", "rollout_log_probs", OLD_STEP_KEY]
-_FIELDS = ["uid", "extra_fields", "response_mask", *_NUMBERS]
-
-
-def provenance_options(config: DictConfig) -> ProvenanceOptions | None:
-    """The rules of a composed run config; None where they are off or the actor is not ours."""
-    if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") != STRATEGY:
-        return None
-    section = OmegaConf.select(config, PROVENANCE_PATH)
-    options = ProvenanceOptions()
-    if section is not None:
-        options = ProvenanceOptions.from_mapping(OmegaConf.to_container(section, resolve=True))
-    return options if options.enabled else None
+_FIELDS = ["uid", "extra_fields", "response_mask", "loss_mask", *_NUMBERS]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,25 +77,30 @@ class UpdateGate:
         self._num_epochs = int(config.actor_rollout_ref.actor.ppo_epochs)
         self._writer: LedgerWriter | None = None
         self._rows: dict[str, _Row] = {}
+        self._warned: set[str] = set()
 
-    def stamp(self, batch: KVBatchMeta, step: int, trigger: int) -> None:
-        """Tell the workers which update the rows belong to."""
-        batch.extra_info.update({STEP_KEY: step, TRIGGER_KEY: trigger})
+    def stamp(
+        self, batch: KVBatchMeta, step: int, trigger: int, log_probs: str | None = None
+    ) -> None:
+        """Tell the workers which update the rows belong to.
 
-    def keep_log_prob_step(self, batch: KVBatchMeta, prefix: str) -> None:
-        """Keep the step under which the engine computed log-probs as `<prefix>_log_prob_step`."""
-        data = _fetch(batch, [LOG_PROB_STEP_KEY])
-        if LOG_PROB_STEP_KEY in data:
-            steps = {f"{prefix}_{LOG_PROB_STEP_KEY}": data[LOG_PROB_STEP_KEY]}
-            _put(batch, steps)
+        Args:
+            log_probs: `old` or `ref` before a log-prob pass; the engine then says with its output
+                under which step it was computed.
+        """
+        batch.extra_info.update(
+            {STEP_KEY: step, TRIGGER_KEY: trigger, LOG_PROB_KIND_KEY: log_probs or ""}
+        )
 
     def apply_rules(self, batch: KVBatchMeta, metrics: dict[str, Any], step: int) -> None:
         """Judge the rows, and take out of the loss what the rules take out.
 
         Raises:
-            ProvenanceError: a rule is `error` and a token breaks it.
+            ProvenanceError: a rule is `error` and a token breaks it, or a record is not of its row.
+            ValueError: the ledger cannot be written.
         """
         began = time.perf_counter()
+        self._open_ledger(step)
         trainer_version = step - 1
         data = _fetch(batch, _FIELDS)
         uids = [str(uid) for uid in _values(data["uid"])]
@@ -117,11 +110,16 @@ class UpdateGate:
         is_real = [not tag.get("is_padding", False) for tag in batch.tags]
         # verl's padding rows are copies of a row, record and all, with nothing in the loss.
         records = [r if real else None for r, real in zip(records, is_real, strict=True)]
+        for key, record in zip(batch.keys, records, strict=True):
+            if record is not None and record.key != key:
+                raise ProvenanceError(
+                    f"the policy record of {record.key} is attached to {key}: rows and their "
+                    "extra_fields were reordered separately"
+                )
         verdicts = judge(records, masks, uids, trainer_version, self._options)
-        for mask, verdict in zip(masks, verdicts, strict=True):
-            if verdict.keep.sum() != np.count_nonzero(mask):
-                self._mask_loss(batch, data["response_mask"], verdicts)
-                break
+        self._warn(verdicts)
+        if not all(verdict.keep.all() for verdict in verdicts):
+            _mask_loss(batch, data, verdicts)
         columns = {name: _rows_of(data[name]) for name in _NUMBERS if name in data}
         for index, key in enumerate(batch.keys):
             if is_real[index]:
@@ -153,8 +151,6 @@ class UpdateGate:
             consumed: what the engine said about each mini-batch of each rank; empty for others.
         """
         began = time.perf_counter()
-        if self._writer is None:
-            self._writer = LedgerWriter(self._directory, first_step=step)
         mini_batches, segments = defaultdict(list), defaultdict(set)
         for report in consumed:
             for key, prefixes in zip(report["keys"], report["prefix_segments"], strict=True):
@@ -168,16 +164,46 @@ class UpdateGate:
         self._rows = {}
         metrics[f"{METRICS}ledger_s"] = time.perf_counter() - began
 
-    def _mask_loss(
-        self, batch: KVBatchMeta, response_mask: torch.Tensor, verdicts: Sequence[Verdict]
-    ) -> None:
-        """See provenance.py [Note: denominators]."""
+    def _open_ledger(self, first_step: int) -> None:
+        """Before anything is trained, so that a run does not find out later."""
+        if self._writer is not None:
+            return
+        try:
+            self._writer = LedgerWriter(self._directory, first_step)
+        except OSError as error:
+            raise ValueError(
+                f"{PROVENANCE_PATH}.ledger_dir={self._directory} cannot be written ({error}): name "
+                f"a directory that can, or set {PROVENANCE_PATH}.enabled=false"
+            ) from error
+
+    def _warn(self, verdicts: Sequence[Verdict]) -> None:
+        """Log each broken rule once; the metrics say how often."""
+        broken = {rule for verdict in verdicts for rule in verdict.reasons}
+        for rule in sorted(broken - self._warned):
+            self._warned.add(rule)
+            logger.warning(
+                "prefixflow: this update has %s tokens (%s.on_%s=%s); see %s*",
+                rule,
+                PROVENANCE_PATH,
+                rule,
+                self._options.action_of(rule),
+                METRICS,
+            )
+
+
+def _mask_loss(batch: KVBatchMeta, data: TensorDict, verdicts: Sequence[Verdict]) -> None:
+    """See provenance.py [Note: denominators]."""
+    masks = {}
+    for name in ("response_mask", "loss_mask"):
+        if name not in data:
+            continue
         rows = [
             mask * torch.from_numpy(verdict.keep).to(mask)
-            for mask, verdict in zip(response_mask.unbind(), verdicts, strict=True)
+            for mask, verdict in zip(data[name].unbind(), verdicts, strict=True)
         ]
-        masked = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        _put(batch, {"response_mask": masked, "loss_mask": masked})
+        masks[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    rows = TensorDict(masks, batch_size=len(batch.keys))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
 
 
 def take_consumed(metrics: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,11 +214,6 @@ def take_consumed(metrics: dict[str, Any]) -> list[dict[str, Any]]:
 def _fetch(batch: KVBatchMeta, fields: list[str]) -> TensorDict:
     """Those of `fields` that exist."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-
-
-def _put(batch: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
-    rows = TensorDict(fields, batch_size=len(batch.keys))
-    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
 
 
 def _values(field: Any) -> list[Any]:
@@ -233,7 +254,7 @@ def _describe(
         "session": session,
         "output": output,
         "num_response_tokens": len(mask),
-        "num_loss_tokens": int(verdict.keep.sum()),
+        "num_loss_tokens": int((mask.astype(bool) & verdict.keep).sum()),
         "action": verdict.action,
         "reasons": list(verdict.reasons),
     }

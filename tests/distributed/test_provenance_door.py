@@ -133,6 +133,9 @@ def _unguarded(rank: int, path: str) -> dict[str, Any]:
     masks[0] = torch.zeros_like(masks[0])
     padded = _rows(rank, rollouts, wires, masks=masks)
     metrics["padding"] = on.train_batch(padded)["metrics"]
+    nothing = [torch.zeros_like(mask) for mask in masks]
+    emptied = _rows(rank, rollouts, wires, masks=nothing)
+    metrics["emptied"] = on.train_batch(emptied)["metrics"]
     metrics["none"] = on.train_batch(_rows(rank, rollouts, [None] * 6))["metrics"]
     return {name: metric["grad_norm"] for name, metric in metrics.items()}
 
@@ -140,12 +143,13 @@ def _unguarded(rank: int, path: str) -> dict[str, Any]:
 def _stamped_log_probs(rank: int, path: str) -> dict[str, Any]:
     worker = make_worker(path, "prefixflow")
     rollouts = _rollouts(rank)
-    asked = worker.infer_batch(_rows(rank, rollouts, [None] * 6))
+    asked = {}
+    for kind in ("old", "ref"):
+        rows = _rows(rank, rollouts, [None] * 6, prefixflow_log_probs=kind)
+        output = worker.infer_batch(rows)
+        asked[kind] = output[f"{kind}_log_prob_step"].tolist()
     plain = worker.infer_batch(make_rows(rollouts))
-    return {
-        "step": asked["log_prob_step"].tolist(),
-        "plain": "log_prob_step" in plain,
-    }
+    return asked | {"plain": sorted(filter(lambda key: key.endswith("step"), plain.keys()))}
 
 
 def _consumed(rank: int, path: str) -> dict[str, Any]:
@@ -272,12 +276,14 @@ def test_a_refused_batch_leaves_nothing_behind(results) -> None:
 
 def test_what_is_not_checked(results) -> None:
     norms = results[0]["unguarded"]
+    # A batch of which the rules left nothing trains nothing.
+    assert norms.pop("emptied") == 0
     assert all(norm > 0 for norm in norms.values())
 
 
 def test_log_probs_say_which_step_asked_for_them(results) -> None:
     for result in results:
-        assert result["log_probs"] == {"step": [STEP] * 6, "plain": False}
+        assert result["log_probs"] == {"old": [STEP] * 6, "ref": [STEP] * 6, "plain": []}
 
 
 def test_every_sequence_is_reported_once_per_epoch(results) -> None:

@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from prefixflow_verl.ledger import read_ledger
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = REPOSITORY / "scripts" / "train_cpu.sh"
@@ -122,6 +125,7 @@ def test_killed_run_resumes_to_the_same_next_step(assets, tmp_path):
         # After the resume too: the weights that vLLM samples with are the trainer's.
         assert metrics["training/rollout_probs_diff_max"] < 1e-3
     assert checkpointed_step(tmp_path) == last
+    check_ledger(tmp_path, last, lost_steps=set(first) - set(range(1, resumed_from + 1)))
     summary = json.loads(
         subprocess.run(
             [sys.executable, str(REPOSITORY / "scripts/summarize_run.py"), str(tmp_path), "--json"],
@@ -131,6 +135,85 @@ def test_killed_run_resumes_to_the_same_next_step(assets, tmp_path):
         ).stdout
     )
     assert summary["last_step"] == last
+
+
+def check_ledger(run_dir: Path, last: int, lost_steps: set[int]) -> None:
+    """Every step once, sampled by the weights it starts from, whatever was killed in between."""
+    ledger = read_ledger(run_dir)
+    assert [launch.number for launch in ledger.launches] == [1, 2]
+    # The killed launch may have written a step that it did not live to log.
+    assert ledger.num_superseded >= len(lost_steps)
+    rows = ledger.table.to_pylist()
+    sequences_of = Counter(row["step"] for row in rows)
+    assert sequences_of == {step: 8 for step in range(1, last + 1)}
+    for row in rows:
+        version = row["step"] - 1
+        (span,) = row["spans"]
+        assert (span["version_start"], span["version_end"]) == (version, version)
+        assert row["trainer_version"] == version
+        assert row["old_log_prob_step"] == row["step"]
+        assert row["mini_batches"] == [0]
+        assert row["action"] == "train" and row["reasons"] == []
+        assert row["k3"] < 1e-6
+    keys = Counter((row["uid"], row["session"], row["output"]) for row in rows)
+    assert set(keys.values()) == {1}
+    prefixflow = Path(sys.executable).with_name("prefixflow")
+    command = [str(prefixflow), "provenance", str(run_dir)]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_separate_async_is_one_version_behind_and_stale_tokens_can_be_masked(assets, tmp_path):
+    knobs = {"MODE": "separate_async", "STEPS": "3", "PROMPTS": "4", "SAVE_FREQ": "-1"}
+    rules = "actor_rollout_ref.actor.fsdp_config.prefixflow.provenance"
+    finished = train(
+        settings(assets, tmp_path, **knobs),
+        f"{rules}.max_staleness=0",
+        f"{rules}.on_stale=mask",
+    )
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    rows = read_ledger(tmp_path).table.to_pylist()
+    assert Counter((row["step"], row["trigger"]) for row in rows) == {
+        (step, trigger): 8 for step in (1, 2, 3) for trigger in (0, 1)
+    }
+    for row in rows:
+        # Versions come after every second update, so a step's rollouts are one version older.
+        oldest = max(row["step"] - 2, 0)
+        assert row["spans"][0]["version_start"] == oldest
+        assert {span["version_start"] == span["version_end"] for span in row["spans"]} == {True}
+        assert row["staleness_worst"] == row["trainer_version"] - oldest
+        is_stale = row["step"] > 1
+        assert row["action"] == ("mask" if is_stale else "train")
+        # A response that was running during a sync has tokens of the next version as well.
+        stale = [s for s in row["spans"] if s["version_start"] < row["trainer_version"]]
+        num_stale = sum(span["num_tokens"] for span in stale)
+        assert row["num_loss_tokens"] == row["num_response_tokens"] - num_stale
+    [steps] = read_metrics(tmp_path)
+    for step, metrics in steps.items():
+        prefix = "prefixflow/provenance/"
+        assert metrics[f"{prefix}clean_fraction"] == 1
+        assert metrics[f"{prefix}staleness/max"] == float(step > 1)
+        assert (metrics[f"{prefix}removed_tokens"] > 0) == (step > 1)
+        if metrics.get(f"{prefix}staleness/fraction_age_0", 0) == 0:
+            assert metrics["actor/grad_norm"] == 0, "nothing was left to train on"
+
+
+def test_partial_rollouts_carry_every_version_they_went_through(assets, tmp_path):
+    knobs = {"MODE": "colocate_async", "STEPS": "4", "PROMPTS": "4", "RESPONSE_LEN": "400"}
+    finished = train(settings(assets, tmp_path, **knobs, SAVE_FREQ="-1"))
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    rows = read_ledger(tmp_path).table.to_pylist()
+    assert Counter(row["step"] for row in rows) == {step: 16 for step in (1, 2, 3, 4)}
+    resumed = [row for row in rows if len(row["spans"]) > 1]
+    assert resumed, "some responses were aborted and resumed under other weights"
+    for row in rows:
+        versions = [span["version_start"] for span in row["spans"]]
+        assert versions == [span["version_end"] for span in row["spans"]]
+        assert versions == sorted(set(versions))
+        assert versions[0] >= 0 and versions[-1] <= row["trainer_version"]
+        assert sum(span["num_tokens"] for span in row["spans"]) == row["num_response_tokens"]
+        assert row["staleness_worst"] == row["trainer_version"] - versions[0]
+        assert (versions[0], versions[-1]) == (row["verl_min_version"], row["verl_max_version"])
 
 
 @pytest.mark.parametrize(

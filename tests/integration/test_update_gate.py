@@ -77,8 +77,13 @@ def test_an_error_rule_stops_and_names_its_setting(found):
     assert "b_2_0" in found["error"] or "uid b" in found["error"]
 
 
-def test_log_prob_steps_are_kept_by_kind(found):
-    assert found["steps"] == {"old_log_prob_step": [STEP] * 6, "ref_log_prob_step": [STEP + 1] * 6}
+def test_a_record_of_another_row_stops_the_update(found):
+    assert "the policy record of x_1_0 is attached to x_0_0" in found["swapped"]
+
+
+def test_a_ledger_that_cannot_be_written_stops_before_training(found):
+    assert "provenance.ledger_dir=" in found["unwritable"]
+    assert "cannot be written" in found["unwritable"]
 
 
 def test_a_large_batch_costs_little(found):
@@ -261,15 +266,22 @@ def _main(directory: Path) -> None:
     except ProvenanceError as error:
         found["error"] = str(error)
 
-    batch = stored([row("s", i, fresh) for i in range(6)])
-    keeping = gate("steps")
-    for kind, step in (("old", STEP), ("ref", STEP + 1)):
-        column = list_of_dict_to_tensordict([{"log_prob_step": torch.tensor(step)}] * 6)
-        tq.kv_batch_put(keys=batch.keys, fields=column, partition_id="train")
-        keeping.keep_log_prob_step(batch, kind)
-    names = ["old_log_prob_step", "ref_log_prob_step"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=names)
-    found["steps"] = {name: data[name].flatten().tolist() for name in names}
+    rows = [row("x", i, fresh) for i in range(2)]
+    first, second = (fields for _, fields, _ in rows)
+    swapped = second["extra_fields"], first["extra_fields"]
+    first["extra_fields"], second["extra_fields"] = swapped
+    try:
+        gate("swapped").apply_rules(stored(rows), {}, STEP)
+        found["swapped"] = "went on"
+    except ProvenanceError as error:
+        found["swapped"] = str(error)
+
+    (directory / "file").write_text("")
+    try:
+        gate("unused", ledger_dir=str(directory / "file" / "ledger")).apply_rules(batch, {}, STEP)
+        found["unwritable"] = "went on"
+    except ValueError as error:
+        found["unwritable"] = str(error)
 
     batch = stored(
         [row(f"l{i // 16}", i % 16, [span(700, 1), span(300, 1, 2)]) for i in range(1024)]

@@ -6,7 +6,16 @@ import textwrap
 
 import pytest
 
-PURE = ("forest", "plan", "packing", "accounting", "config", "lengths")
+PURE = (
+    "forest",
+    "plan",
+    "packing",
+    "accounting",
+    "config",
+    "lengths",
+    "provenance",
+    "version_stamps",
+)
 TORCH = (
     "activations",
     "attention",

@@ -96,3 +96,21 @@ def test_a_run_that_did_not_ask_for_the_plugin_is_left_alone(run):
     run.actor_rollout_ref.actor.strategy = "fsdp2"
     run.actor_rollout_ref.model.path = "/no/such/model"
     check_run(run)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("rollout.name", "sglang"), ("rollout.disaggregation.enabled", True)],
+)
+def test_a_rule_that_no_run_could_keep(run, setting, value):
+    engine = "actor_rollout_ref.actor.fsdp_config"
+    target = "prefixflow_verl.engine_config.PrefixFlowEngineConfig"
+    OmegaConf.update(run, f"{engine}._target_", target)
+    OmegaConf.update(run, "actor_rollout_ref.rollout.name", "vllm")
+    OmegaConf.update(run, f"{engine}.prefixflow.provenance.on_missing", "error")
+    check_run(run)
+    OmegaConf.update(run, f"actor_rollout_ref.{setting}", value)
+    with pytest.raises(ValueError, match=rf"on_missing=error with .*{setting}={value} would stop"):
+        check_run(run)
+    OmegaConf.update(run, f"{engine}.prefixflow.provenance.on_missing", "mask")
+    check_run(run)
