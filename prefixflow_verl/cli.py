@@ -1,9 +1,9 @@
 """The command line `prefixflow`: parses options, prints results.
 
-The commands below `prefixflow bench` are in `bench_cli`. The work is done in `doctor`, `verify` and
-`lengths`. They are imported when a command runs, so that `prefixflow plan` needs neither torch nor
-verl, and `prefixflow doctor` can report that they are missing. Exit status: 0 good, 1 the check
-failed, 2 the command cannot be carried out.
+The commands below `prefixflow bench` are in `bench_cli`. The work is done in `doctor`, `verify`,
+`lengths` and `ledger_report`. They are imported when a command runs, so that `prefixflow plan`
+needs neither torch nor verl, and `prefixflow doctor` can report that they are missing. Exit status:
+0 good, 1 the check failed, 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PREFIX_ACTIVATIONS
 
 if TYPE_CHECKING:
     from prefixflow_verl.accounting import ModelShape
+    from prefixflow_verl.ledger_report import LedgerAnalysis, Report
     from prefixflow_verl.lengths import GroupLengths, PlanCost
     from prefixflow_verl.verify import Verification
 
@@ -250,6 +251,74 @@ def plan(
             f"{DEFAULTS.cut_overhead_tokens} tokens and to fit --max-cache-bytes)"
         )
     _print_cost(cost)
+
+
+@app.command()
+def provenance(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A ledger, or a run's directory that holds one.")
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="Say which policy versions fed this step.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(help="Say which steps this policy version reached.")
+    ] = None,
+    uid: Annotated[
+        str | None,
+        typer.Option(help="Say where the sequences of this group went; its beginning is enough."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures to this file as well.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tell from a run's ledger which policy versions it was trained on; exit status 1 if something
+    was trained twice or on a wrong version."""
+    try:
+        from prefixflow_verl.ledger import LedgerError, read_ledger
+        from prefixflow_verl.ledger_report import LedgerAnalysis, QuestionError, make_report
+    except ModuleNotFoundError as error:
+        fail(f"{error}: a ledger is read with pyarrow, pip install pyarrow")
+    try:
+        analysis = LedgerAnalysis(read_ledger(directory))
+        report = make_report(analysis, step=step, version=version, uid=uid)
+    except (LedgerError, QuestionError) as error:  # its message names file or option
+        fail(error)
+    except OSError as error:
+        fail(f"{error.filename} cannot be read ({error.strerror})")
+    if html is not None:
+        _write_page(html, analysis, report)
+    if as_json:
+        print(json.dumps(report.as_record(), indent=2, allow_nan=False))
+    else:
+        _print_report(report)
+    raise typer.Exit(1 if report.faults else 0)
+
+
+def _write_page(file: Path, analysis: LedgerAnalysis, report: Report) -> None:
+    try:
+        from prefixflow_verl.ledger_pages import render_page
+    except ModuleNotFoundError as error:
+        fail(f"{error}: --html draws with matplotlib, pip install prefixflow_verl[bench]")
+    try:
+        file.write_text(render_page(analysis, report), encoding="utf-8")
+    except OSError as error:
+        fail(f"--html={file} cannot be written ({error.strerror}): name a file that can")
+
+
+def _print_report(report: Report) -> None:
+    console = _console()
+    for contents in report.tables():
+        console.print(contents.title)
+        table = _table(*contents.columns)
+        for row in contents.rows:
+            table.add_row(*row)
+        console.print(table)
+        if contents.note:
+            console.print(contents.note)
+        console.print()
+    console.print(f"FAILED: faults: {len(report.faults)}" if report.faults else "ok: no faults")
 
 
 def _read_groups(
