@@ -131,7 +131,7 @@ class LedgerWriter:
         stamp = {"run_id": self.run_id, "launch": self.launch, "step": step, "trigger": trigger}
         table = pa.Table.from_pylist([{**row, **stamp} for row in rows], schema=SCHEMA)
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink)
+        pq.write_table(table, sink, write_page_checksum=True)
         directory = self._directory / f"step={step:08d}"
         directory.mkdir(exist_ok=True)
         file = directory / f"{self.launch:04d}-{trigger:02d}.parquet"
@@ -181,8 +181,12 @@ def read_ledger(directory: Path) -> Ledger:
             num_superseded += 1
             continue
         try:
-            tables.append(pq.read_table(file, schema=SCHEMA, partitioning=None))
-        except (pa.ArrowInvalid, OSError) as error:
+            tables.append(
+                pq.read_table(
+                    file, schema=SCHEMA, partitioning=None, page_checksum_verification=True
+                )
+            )
+        except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise LedgerError(
                 f"{file} is damaged ({reason}): remove it to read the rest"
@@ -227,7 +231,9 @@ def _read_launches(directory: Path) -> list[Launch]:
                     first_step=int(record["first_step"]),
                 )
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except LedgerError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"{file} is damaged ({error!r})") from error
     return launches
 

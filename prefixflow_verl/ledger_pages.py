@@ -26,7 +26,7 @@ from prefixflow_verl.ledger_report import (
     lineage_table,
     version_name,
 )
-from prefixflow_verl.provenance import PolicySpan
+from prefixflow_verl.provenance import KINDS, PolicySpan
 
 MAX_AGE = 8
 """Ages from here on share one colour."""
@@ -38,7 +38,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "missing": {"facecolor": "#b3261e", "hatch": "xxx", "edgecolor": "white"},
     "observation": {"facecolor": "#e4e4e4", "edgecolor": "#bdbdbd"},
 }
-"""What is not of one version looks the same in every picture."""
+"""What is not of one version, by kind. A mix in a group has the colour of its oldest version."""
 
 STYLE = """
 body { font: 15px/1.5 sans-serif; color: #222; max-width: 70em; margin: 2em auto; padding: 0 1em; }
@@ -143,33 +143,38 @@ def draw_mismatch(mismatch: Sequence[AgeMismatch]) -> bytes:
         axis.set(title=title, xlabel="age, versions")
         axis.set_xticks(places, names)
         axis.legend()
-    smallest = min((found.worst_k3 for found in mismatch if found.worst_k3 > 0), default=None)
-    if smallest is not None:
-        # Logarithmic, and 0 can be drawn.
-        axes[0].set_yscale("symlog", linthresh=smallest)
-    axes[1].set_yscale("log")
+    for axis, field in ((axes[0], "worst_k3"), (axes[1], "worst_max_ratio")):
+        above = [getattr(found, field) for found in mismatch if getattr(found, field) > 0]
+        if above and max(above) > 10 * min(above):
+            # Logarithmic, and 0 can be drawn.
+            axis.set_yscale("symlog", linthresh=min(above))
     return _png(figure)
 
 
 def draw_lineage(lineage: Sequence[Lineage]) -> bytes:
     """PNG: one bar per sequence, its response from left to right, coloured by policy version."""
     drawn = lineage[:MAX_BARS]
-    versions = sorted({span.version_start for s in drawn for span in s.spans or () if _clean(span)})
+    named = [span for s in drawn for span in _spans_of(s) if span.kind in ("clean", "mixed")]
+    versions = sorted({span.version_start for span in named})
     colours = matplotlib.colormaps["viridis_r"]
     scale = max(len(versions) - 1, 1)
-    clean = {
-        version: {"facecolor": colours(i / scale), "edgecolor": "white"}
-        for i, version in enumerate(versions)
-    }
+    colour_of = {version: colours(index / scale) for index, version in enumerate(versions)}
+
+    def look_of(span: PolicySpan) -> dict[str, Any]:
+        if span.kind not in ("clean", "mixed"):
+            return LOOKS[span.kind]
+        colour = {"facecolor": colour_of[span.version_start], "edgecolor": "white"}
+        return LOOKS.get(span.kind, {}) | colour
+
     figure = Figure(figsize=(10, 1.2 + 0.3 * len(drawn)), layout="constrained")
     axis = figure.subplots()
-    legend: dict[str, dict[str, Any]] = {}
+    names: dict[str, PolicySpan] = {}
     for place, sequence in enumerate(drawn):
         begin = 0
         for span in _spans_of(sequence):
-            look = clean[span.version_start] if _clean(span) else LOOKS[span.kind]
+            look = look_of(span)
             axis.barh(place, span.num_tokens, left=begin, height=0.8, linewidth=0.5, **look)
-            legend[_span_name(span)] = look
+            names.setdefault(_span_name(span), span)
             begin += span.num_tokens
     axis.set_yticks(
         range(len(drawn)),
@@ -180,7 +185,10 @@ def draw_lineage(lineage: Sequence[Lineage]) -> bytes:
     more = f"; {left_out} more sequences are not shown" if left_out else ""
     axis.set(xlabel=f"response tokens{more}")
     axis.legend(
-        handles=[Patch(label=name, **look) for name, look in sorted(legend.items())],
+        handles=[
+            Patch(label=name, **look_of(span))
+            for name, span in sorted(names.items(), key=lambda item: _legend_order(item[1]))
+        ],
         loc="center left",
         bbox_to_anchor=(1, 0.5),
     )
@@ -193,8 +201,8 @@ def _spans_of(sequence: Lineage) -> Iterable[PolicySpan]:
     return sequence.spans
 
 
-def _clean(span: PolicySpan) -> bool:
-    return span.kind == "clean"
+def _legend_order(span: PolicySpan) -> tuple[int, int, int]:
+    return KINDS.index(span.kind), span.version_start or 0, span.version_end or 0
 
 
 def _span_name(span: PolicySpan) -> str:

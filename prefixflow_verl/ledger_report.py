@@ -748,21 +748,19 @@ def lineage_table(uid: str, lineage: Sequence[Lineage]) -> TextTable:
         title=f"group {uid}",
         columns=(
             "step",
-            "session",
-            "output",
+            "sequence",
             "sampled by",
-            "mini-batches",
+            "batches",
             "rules",
             "reward",
             "advantage",
             "k3",
-            "max ratio",
+            "ratio",
         ),
         rows=tuple(
             (
                 str(sequence.step) + (f", update {sequence.trigger}" if sequence.trigger else ""),
-                _text(sequence.session),
-                _text(sequence.output),
+                f"{_text(sequence.session)}, {_text(sequence.output)}",
                 _spans_text(sequence.spans),
                 ", ".join(map(str, sequence.mini_batches or ())) or "-",
                 " ".join((sequence.action or "-", *sequence.reasons)),
@@ -773,7 +771,8 @@ def lineage_table(uid: str, lineage: Sequence[Lineage]) -> TextTable:
             )
             for sequence in lineage
         ),
-        note="12 @3: twelve tokens by version 3; @3-4: sampled while 3 became 4.",
+        note="sequence: session, output; batches: mini-batches that consumed it; 12 @3: twelve "
+        "tokens by version 3; @3-4: sampled while 3 became 4",
     )
 
 
@@ -960,7 +959,7 @@ def _text(value: int | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:

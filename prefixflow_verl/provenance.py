@@ -368,10 +368,9 @@ def mismatch(behaviour_log_probs: np.ndarray, old_log_probs: np.ndarray) -> Mism
     if not len(behaviour):
         return None
     difference = np.clip(old - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    probabilities = np.exp(behaviour), np.exp(old)
-    pearson = np.nan
-    if len(behaviour) > 1 and all(p.std() > 0 for p in probabilities):
-        pearson = float(np.corrcoef(*probabilities)[0, 1])
+    centred = [p - p.mean() for p in (np.exp(behaviour), np.exp(old))]
+    scale = np.sqrt(np.prod([p @ p for p in centred])) if np.ptp(behaviour) * np.ptp(old) else 0.0
+    pearson = float(np.clip(centred[0] @ centred[1] / scale, -1, 1)) if scale > 0 else np.nan
     return Mismatch(
         k3=float(np.mean(np.exp(difference) - difference - 1)),
         max_ratio=float(np.exp(np.abs(difference).max())),

@@ -246,7 +246,7 @@ def _describe(
 ) -> _Row:
     """What a row's record and verdict say of it."""
     kinds = np.full(len(mask), KINDS.index("missing"), dtype=np.int8)
-    best = worst = np.full(len(mask), np.nan)
+    worst = np.full(len(mask), np.nan)
     session, output = _sequence_of(key, uid)
     values = {
         "trainer_version": trainer_version,
@@ -260,18 +260,28 @@ def _describe(
     }
     if record is not None:
         kinds = token_kinds(record)
-        best, worst = token_staleness(record, trainer_version)
+        _, worst = token_staleness(record, trainer_version)
         values["digest"] = record.digest
         values["num_sampled_tokens"] = int((kinds != KINDS.index("observation")).sum())
         values["spans"] = [asdict(span) for span in record.spans]
+        values |= _staleness_of(record, trainer_version)
     values["num_mixed_tokens"] = int((kinds == KINDS.index("mixed")).sum())
     values["num_missing_tokens"] = int((kinds == KINDS.index("missing")).sum())
-    if not np.isnan(best).all():
-        values["staleness_best"] = float(np.nanmin(best))
-    if not np.isnan(worst).all():
-        values["staleness_worst"] = float(np.nanmax(worst))
-        values["staleness_mean"] = float(np.nanmean(worst))
     return _Row(values=values, kinds=kinds, worst=worst, in_loss=mask.astype(bool))
+
+
+def _staleness_of(record: PolicyRecord, trainer_version: int) -> dict[str, float]:
+    """Best, worst and token-weighted staleness of a response; nothing if no version is known."""
+    known = [span for span in record.spans if span.kind in ("clean", "mixed")]
+    if not known:
+        return {}
+    num_tokens = sum(span.num_tokens for span in known)
+    weighted = sum(span.num_tokens * (trainer_version - span.version_start) for span in known)
+    return {
+        "staleness_best": float(trainer_version - max(span.version_end for span in known)),
+        "staleness_worst": float(trainer_version - min(span.version_start for span in known)),
+        "staleness_mean": weighted / num_tokens,
+    }
 
 
 def _numbers_of(

@@ -200,8 +200,14 @@ def test_separate_async_is_one_version_behind_and_stale_tokens_can_be_masked(ass
 
 def test_partial_rollouts_carry_every_version_they_went_through(assets, tmp_path):
     knobs = {"MODE": "colocate_async", "STEPS": "4", "PROMPTS": "4", "RESPONSE_LEN": "400"}
-    finished = train(settings(assets, tmp_path, **knobs, SAVE_FREQ="-1"))
+    # verl's truncated importance weights correct for those versions; provenance names them.
+    override = "algorithm.rollout_correction.rollout_is=token"
+    finished = train(settings(assets, tmp_path, **knobs, SAVE_FREQ="-1"), override)
     assert finished.returncode == 0, finished.stderr + finished.stdout
+    [steps] = read_metrics(tmp_path)
+    weights = [metrics["rollout_corr/rollout_is_mean"] for metrics in steps.values()]
+    assert weights[0] == pytest.approx(1, abs=1e-3)
+    assert any(abs(weight - 1) > 1e-3 for weight in weights[1:])
     rows = read_ledger(tmp_path).table.to_pylist()
     assert Counter(row["step"] for row in rows) == {step: 16 for step in (1, 2, 3, 4)}
     resumed = [row for row in rows if len(row["spans"]) > 1]
