@@ -11,6 +11,8 @@ PURE = (
     "plan",
     "packing",
     "accounting",
+    "balance",
+    "balance_search",
     "config",
     "lengths",
     "provenance",
