@@ -3,14 +3,15 @@
     DIR/launches/0001.json                  one per start of the trainer
     DIR/step=00000012/0001-00.parquet       launch 1, first update of step 12
 
-Files are written beside their place and renamed into it, so a file that has its name is whole; a
+Files are written beside their place and linked into it, so a file that has its name is whole; a
 leftover of a killed writer has another name and is never read. Nothing is changed or deleted.
 
 [Note: launches]
 A run that is killed after step 13 and resumes from a checkpoint of step 10 trains steps 11 to 13
 again. Its second launch says that it begins with step 11, and for every step the reader takes what
 the last launch that begins at or before it has written: the first launch's 11 to 13 led to weights
-that nothing was built on. `read_ledger` reports how many updates it left out for that.
+that nothing was built on. `read_ledger` reports how many updates it left out for that. A launch
+that wrote no update supersedes nothing.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class LedgerWriter:
 
     Raises:
         OSError: the directory cannot be written.
+        LedgerError: it holds a launch that cannot be read.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
@@ -108,18 +110,20 @@ class LedgerWriter:
         launches_directory = self._directory / "launches"
         launches_directory.mkdir(parents=True, exist_ok=True)
         launches = _read_launches(self._directory)
-        self.launch = 1 + max((launch.number for launch in launches), default=0)
         self.run_id = launches[0].run_id if launches else uuid.uuid4().hex
-        record = {
-            "format": FORMAT_VERSION,
-            "run_id": self.run_id,
-            "launch": self.launch,
-            "first_step": first_step,
-        }
-        _write_whole(
-            launches_directory / f"{self.launch:04d}.json",
-            json.dumps(record, indent=2).encode() + b"\n",
-        )
+        self.launch = max((launch.number for launch in launches), default=0)
+        is_written = False
+        while not is_written:
+            # Another trainer may be starting: the number is taken by whoever writes the file.
+            self.launch += 1
+            record = {
+                "format": FORMAT_VERSION,
+                "run_id": self.run_id,
+                "launch": self.launch,
+                "first_step": first_step,
+            }
+            content = json.dumps(record, indent=2).encode() + b"\n"
+            is_written = _write_whole(launches_directory / f"{self.launch:04d}.json", content)
 
     def write(self, step: int, trigger: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the sequences of one update; returns the file.
@@ -127,6 +131,9 @@ class LedgerWriter:
         Args:
             rows: values by column name; `run_id`, `launch`, `step` and `trigger` are filled in,
                 other absent columns are null.
+
+        Raises:
+            LedgerError: this launch has written that update before.
         """
         stamp = {"run_id": self.run_id, "launch": self.launch, "step": step, "trigger": trigger}
         table = pa.Table.from_pylist([{**row, **stamp} for row in rows], schema=SCHEMA)
@@ -135,7 +142,8 @@ class LedgerWriter:
         directory = self._directory / f"step={step:08d}"
         directory.mkdir(exist_ok=True)
         file = directory / f"{self.launch:04d}-{trigger:02d}.parquet"
-        _write_whole(file, sink.getvalue().to_pybytes())
+        if not _write_whole(file, sink.getvalue().to_pybytes()):
+            raise LedgerError(f"{file} is there already: an update is written once")
         return file
 
 
@@ -172,25 +180,29 @@ def read_ledger(directory: Path) -> Ledger:
     """
     directory = _find_ledger(Path(directory))
     launches = _read_launches(directory)
+    files = _update_files(directory)
+    writers = {launch for _, launch, _ in files}
     tables, num_superseded = [], 0
-    for step, launch, file in _update_files(directory):
+    for step, launch, file in files:
         current = max(
-            (known.number for known in launches if known.first_step <= step), default=launch
+            known.number
+            for known in launches
+            if known.number in writers and known.first_step <= step
         )
         if launch != current:
             num_superseded += 1
             continue
         try:
-            tables.append(
-                pq.read_table(
-                    file, schema=SCHEMA, partitioning=None, page_checksum_verification=True
-                )
+            table = pq.read_table(
+                file, schema=SCHEMA, partitioning=None, page_checksum_verification=True
             )
-        except (pa.ArrowException, OSError) as error:
+            _check_origin(table, pq.read_schema(file), step, launch)
+        except (pa.ArrowException, OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise LedgerError(
                 f"{file} is damaged ({reason}): remove it to read the rest"
             ) from error
+        tables.append(table)
     table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
     return Ledger(
         directory=directory,
@@ -198,6 +210,16 @@ def read_ledger(directory: Path) -> Ledger:
         launches=tuple(launches),
         num_superseded=num_superseded,
     )
+
+
+def _check_origin(table: pa.Table, schema: pa.Schema, step: int, launch: int) -> None:
+    """Raise ValueError if this is not the file of `step` and `launch`."""
+    if schema.remove_metadata() != SCHEMA.remove_metadata():
+        raise ValueError("it has other columns than a ledger's")
+    for name, expected in (("step", step), ("launch", launch)):
+        found = table[name].unique().to_pylist()
+        if found not in ([], [expected]):
+            raise ValueError(f"its {name} is {found}, its name says {expected}")
 
 
 def _find_ledger(directory: Path) -> Path:
@@ -213,7 +235,7 @@ def _find_ledger(directory: Path) -> Path:
 
 
 def _read_launches(directory: Path) -> list[Launch]:
-    """In order of their numbers."""
+    """In order of their numbers; a launch whose file is gone begins with its first update."""
     launches = []
     for file in sorted((directory / "launches").iterdir()):
         if not _LAUNCH_FILE.fullmatch(file.name):
@@ -224,18 +246,27 @@ def _read_launches(directory: Path) -> list[Launch]:
                 raise LedgerError(
                     f"{file} has format {record['format']}, this version reads {FORMAT_VERSION}"
                 )
+            number, first_step = record["launch"], record["first_step"]
+            if number != int(file.stem) or not isinstance(first_step, int):
+                raise ValueError(f"launch {number} from step {first_step}")
             launches.append(
-                Launch(
-                    number=int(record["launch"]),
-                    run_id=str(record["run_id"]),
-                    first_step=int(record["first_step"]),
-                )
+                Launch(number=number, run_id=str(record["run_id"]), first_step=first_step)
             )
         except LedgerError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"{file} is damaged ({error!r})") from error
-    return launches
+            raise LedgerError(
+                f"{file} is damaged ({error!r}): remove it, and the launch counts from its first "
+                "update"
+            ) from error
+    known = {launch.number for launch in launches}
+    first_steps: dict[int, int] = {}
+    for step, number, _ in _update_files(directory):
+        first_steps.setdefault(number, step)
+    run_id = launches[0].run_id if launches else uuid.uuid4().hex
+    for number in first_steps.keys() - known:
+        launches.append(Launch(number=number, run_id=run_id, first_step=first_steps[number]))
+    return sorted(launches, key=lambda launch: launch.number)
 
 
 def _update_files(directory: Path) -> list[tuple[int, int, Path]]:
@@ -250,16 +281,26 @@ def _update_files(directory: Path) -> list[tuple[int, int, Path]]:
     return [(step, launch, file) for step, launch, _, file in sorted(found)]
 
 
-def _write_whole(file: Path, content: bytes) -> None:
-    """Write so that `file` either does not exist or is whole, even after a power cut."""
+def _write_whole(file: Path, content: bytes) -> bool:
+    """Write so that `file` either does not exist or is whole, even after a power cut.
+
+    Returns:
+        False, and nothing is written, if `file` exists.
+    """
     part = file.with_name(f".{file.name}.{os.getpid()}")
     with part.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(part, file)
+    try:
+        os.link(part, file)
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink()
     directory = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+    return True

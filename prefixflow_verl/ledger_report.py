@@ -252,7 +252,8 @@ class LedgerAnalysis:
         self._has_record = ~self._table["spans"].is_null().to_numpy()
         # [S] arrays over the spans of all sequences.
         self._row, self._num_tokens, self._oldest, self._newest, self._kind = self._flat_spans()
-        self._age = self._trainer_version[self._row] - self._oldest
+        is_known = (self._kind == CLEAN) | (self._kind == MIXED)
+        self._age = np.where(is_known, self._trainer_version[self._row] - self._oldest, np.nan)
 
     def summary(self) -> Summary:
         table = self._table
@@ -296,8 +297,8 @@ class LedgerAnalysis:
         _, first_rows = np.unique(_pairs(step_of, self._trigger), return_index=True)
         oldest = np.full(num_steps, np.nan)
         newest = np.full(num_steps, np.nan)
-        np.fmin.at(oldest, span_step, self._oldest)
-        np.fmax.at(newest, span_step, self._newest)
+        np.fmin.at(oldest, span_step[known], self._oldest[known])
+        np.fmax.at(newest, span_step[known], self._newest[known])
         num_sampled = tokens(sampled)
         totals = zip(
             steps.tolist(),
@@ -410,7 +411,7 @@ class LedgerAnalysis:
         steps = self._step[self._row]
         reached = np.unique(steps[clean | mixed])
         if not len(reached):
-            known = self._oldest[~np.isnan(self._oldest)]
+            known = self._oldest[~np.isnan(self._age)]
             held = f"versions {int(known.min())} to {int(known.max())}" if len(known) else "none"
             raise QuestionError(
                 f"--version={version} sampled nothing in the ledger, which holds {held}"
@@ -914,13 +915,13 @@ def _spans_text(spans: Sequence[PolicySpan] | None) -> str:
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
     """[N] float64, NaN for null."""
-    return table[name].cast(pa.float64()).to_numpy()
+    return table[name].cast(pa.float64(), safe=False).to_numpy()
 
 
 def _array_floats(array: pa.Array) -> np.ndarray:
     """The same of an array."""
     numbers = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
-    return numbers.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return numbers.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
 
 
 def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:

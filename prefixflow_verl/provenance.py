@@ -19,6 +19,7 @@ row is found out.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -36,6 +37,9 @@ RECORD_KEY = "policy_record"
 
 SPANS_KEY = "policy_spans"
 """Where a request's spans stand in `TokenOutput.extra_fields` of verl's rollout server."""
+
+MAX_VERSION = 2**31 - 1
+"""Versions are trainer steps; a larger number is none."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before exp, as verl's own KL estimator does."""
@@ -130,16 +134,28 @@ def spans_to_wire(
 
 
 def spans_from_wire(wire: Iterable[Sequence[Any]]) -> tuple[PolicySpan, ...]:
-    """Inverse of `spans_to_wire`."""
-    return tuple(
-        PolicySpan(
-            num_tokens=num_tokens,
-            version_start=version_start,
-            version_end=version_end,
-            is_sampled=is_sampled,
+    """Inverse of `spans_to_wire`; raises TypeError or ValueError for anything else."""
+    spans = []
+    for num_tokens, version_start, version_end, is_sampled in wire:
+        if not isinstance(is_sampled, bool):
+            raise TypeError(f"is_sampled={is_sampled!r} is not a bool")
+        if operator.index(num_tokens) < 1:
+            raise ValueError(f"a span of {num_tokens} tokens")
+        versions = [
+            None if version is None else operator.index(version)
+            for version in (version_start, version_end)
+        ]
+        if any(version is not None and abs(version) > MAX_VERSION for version in versions):
+            raise ValueError(f"versions {versions} beyond {MAX_VERSION}")
+        spans.append(
+            PolicySpan(
+                num_tokens=operator.index(num_tokens),
+                version_start=versions[0],
+                version_end=versions[1],
+                is_sampled=is_sampled,
+            )
         )
-        for num_tokens, version_start, version_end, is_sampled in wire
-    )
+    return tuple(spans)
 
 
 def digest_tokens(token_ids: Sequence[int] | np.ndarray) -> int:
@@ -170,6 +186,13 @@ class Generation:
     spans: tuple[PolicySpan, ...]
     """Cover `token_ids`."""
 
+    def __post_init__(self) -> None:
+        num_tokens = sum(span.num_tokens for span in self.spans)
+        if num_tokens != len(self.token_ids):
+            raise ProvenanceError(
+                f"spans of {num_tokens} tokens do not cover a generation of {len(self.token_ids)}"
+            )
+
 
 def spans_of_response(
     response_ids: Sequence[int], response_mask: Sequence[int], generations: Sequence[Generation]
@@ -178,7 +201,8 @@ def spans_of_response(
 
     The sampled tokens of a response must be a run of whole generations, the last of which may be
     cut short (verl truncates responses). Where no run fits, as when an agent rewrites what was
-    sampled, the response's sampled tokens are missing rather than guessed.
+    sampled, or where runs of different versions fit, the response's sampled tokens are missing
+    rather than guessed.
 
     Args:
         response_ids: token ids of the response, observations included.
@@ -190,14 +214,15 @@ def spans_of_response(
     origins = [PolicySpan(num_tokens=1, is_sampled=False), PolicySpan(num_tokens=1)]
     origin_of = np.zeros(len(is_sampled), dtype=np.int64)
     sampled = np.asarray(response_ids, dtype=np.int64)[is_sampled]
-    first = _find_run(sampled, generations)
-    if first is None:
+    runs = {
+        _first_spans(generations[first:], len(sampled)) for first in _runs(sampled, generations)
+    }
+    if len(runs) != 1:
         origin_of[is_sampled] = 1
     else:
-        spans = [span for generation in generations[first:] for span in generation.spans]
+        (spans,) = runs
         sizes = [span.num_tokens for span in spans]
-        numbers = np.repeat(np.arange(len(spans)) + len(origins), sizes)
-        origin_of[is_sampled] = numbers[: len(sampled)]
+        origin_of[is_sampled] = np.repeat(np.arange(len(spans)) + len(origins), sizes)
         origins += spans
     starts = np.flatnonzero(np.diff(origin_of, prepend=-1))
     sizes = np.diff(starts, append=len(origin_of))
@@ -245,6 +270,11 @@ def check_record(
                 continue
             if version < 0:
                 raise ProvenanceError(f"the policy spans of {name} name version {version} < 0")
+            if version < (span.version_start or 0):
+                raise ProvenanceError(
+                    f"a policy span of {name} goes back from version {span.version_start} to "
+                    f"{version}"
+                )
             if trainer_version is not None and version > trainer_version:
                 raise ProvenanceError(
                     f"the policy spans of {name} name version {version}, but the trainer is at "
@@ -265,15 +295,17 @@ def token_kinds(record: PolicyRecord) -> np.ndarray:
 
 
 def token_staleness(record: PolicyRecord, trainer_version: int) -> tuple[np.ndarray, np.ndarray]:
-    """Staleness of each response token at best and at worst, two [n] float64; NaN if unknown."""
+    """Staleness of each response token at best and at worst, two [n] float64; NaN unless the token
+    is clean or mixed."""
     sizes = [span.num_tokens for span in record.spans]
-
-    def age(version: int | None) -> float:
-        return np.nan if version is None else float(trainer_version - version)
-
-    best = np.repeat([age(span.version_end) for span in record.spans], sizes)
-    worst = np.repeat([age(span.version_start) for span in record.spans], sizes)
-    return best.astype(np.float64), worst.astype(np.float64)
+    ages = [
+        (trainer_version - span.version_end, trainer_version - span.version_start)
+        if span.kind in ("clean", "mixed")
+        else (np.nan, np.nan)
+        for span in record.spans
+    ]
+    best, worst = np.array(ages, dtype=np.float64).reshape(-1, 2).T
+    return np.repeat(best, sizes), np.repeat(worst, sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,9 +448,12 @@ def _complaint(
     )
 
 
-def _find_run(sampled: np.ndarray, generations: Sequence[Generation]) -> int | None:
-    """First generation of the first run whose tokens begin with all of `sampled`, if any."""
-    for first in range(len(generations) if len(sampled) else 1):
+def _runs(sampled: np.ndarray, generations: Sequence[Generation]) -> Iterable[int]:
+    """First generations of the runs whose tokens begin with all of `sampled`."""
+    if not len(sampled):
+        yield 0
+        return
+    for first in range(len(generations)):
         begin = 0
         for generation in generations[first:]:
             expected = sampled[begin : begin + len(generation.token_ids)]
@@ -426,10 +461,17 @@ def _find_run(sampled: np.ndarray, generations: Sequence[Generation]) -> int | N
                 break
             begin += len(expected)
             if begin == len(sampled):
-                return first
-        if not len(sampled):
-            return first
-    return None
+                yield first
+                break
+
+
+def _first_spans(generations: Sequence[Generation], num_tokens: int) -> tuple[PolicySpan, ...]:
+    """Spans of the first `num_tokens` tokens of a run."""
+    spans = []
+    for span in (span for generation in generations for span in generation.spans):
+        spans.append(_resized(span, min(span.num_tokens, num_tokens)))
+        num_tokens -= spans[-1].num_tokens
+    return merge_spans(spans)
 
 
 def _origin(span: PolicySpan) -> tuple[int | None, int | None, bool]:

@@ -143,14 +143,15 @@ def check_provenance(data: TensorDict) -> list[PolicyRecord | None]:
     log-probs belong to this step; rows without loss (padding, dropped groups) are not looked at.
 
     Returns:
-        The records.
+        The records; None where a row has none, or no loss. verl's padding rows are copies of a row
+        with its record, and no loss.
 
     Raises:
         ProvenanceError: naming the row and what does not fit.
     """
     records = policy_records(data)
     step = tu.get_non_tensor_data(data=data, key=STEP_KEY, default=None)
-    if "responses" not in data or not any(record is not None for record in records):
+    if "responses" not in data:
         return records
     uids = data.get("uid", None)
     uids = [str(getattr(uid, "data", uid)) for uid in uids] if uids is not None else None
@@ -158,22 +159,25 @@ def check_provenance(data: TensorDict) -> list[PolicyRecord | None]:
     masks = response_rows(data, "response_mask")
     for index, record in enumerate(records):
         mask = masks[index].cpu().numpy()
-        if record is None or not mask.any():
+        if not mask.any():
+            records[index] = None
             continue
-        check_record(
-            record,
-            uid=uids[index] if uids is not None else None,
-            response_ids=responses[index].cpu().numpy(),
-            response_mask=mask,
-            trainer_version=step - 1 if step is not None else None,
-        )
+        if record is not None:
+            check_record(
+                record,
+                uid=uids[index] if uids is not None else None,
+                response_ids=responses[index].cpu().numpy(),
+                response_mask=mask,
+                trainer_version=step - 1 if step is not None else None,
+            )
         for kind in ("old", "ref"):
             computed_in = data.get(log_prob_step_key(kind), None)
             if computed_in is None or step is None:
                 continue
             if int(computed_in[index]) != step:
+                name = record.key if record is not None else f"row {index}"
                 raise ProvenanceError(
-                    f"the {kind} log-probs of {record.key} were computed in step "
+                    f"the {kind} log-probs of {name} were computed in step "
                     f"{int(computed_in[index])}, this is the update of step {step}: compute them "
                     "again under the weights of this step"
                 )
@@ -194,7 +198,7 @@ def consumed_rows(
     """What one rank consumed in one mini-batch, in plain values.
 
     Returns:
-        `mini_batch`, `keys` of the sequences that have a record, and for each of those
+        `mini_batch`, `keys` of the sequences that have a record and loss, and for each of those
         `prefix_segments`: digests of the shared prefixes (all tokens from the first) it was run
         through, empty where nothing was reused.
     """

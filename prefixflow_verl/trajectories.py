@@ -42,6 +42,9 @@ class RecordingClient(LLMServerClient):
         if generations is not None and output.token_ids:
             unknown = (PolicySpan(num_tokens=len(output.token_ids)),)
             spans = spans_from_wire(wire) if wire is not None else unknown
+            if sum(span.num_tokens for span in spans) != len(output.token_ids):
+                # A client cut the response after the server had labelled it.
+                spans = unknown
             generations.append(Generation(token_ids=tuple(output.token_ids), spans=spans))
         return output
 

@@ -30,6 +30,7 @@ from prefixflow_verl.provenance import (
     PolicyRecord,
     ProvenanceError,
     Verdict,
+    check_record,
     judge,
     mismatch,
     token_kinds,
@@ -45,7 +46,7 @@ MAX_AGE_METRIC = 8
 
 OLD_STEP_KEY = "old_log_prob_step"
 _NUMBERS = ["rm_scores", "advantages", "old_log_probs", "rollout_log_probs", OLD_STEP_KEY]
-_FIELDS = ["uid", "extra_fields", "response_mask", "loss_mask", *_NUMBERS]
+_FIELDS = ["uid", "extra_fields", "responses", "response_mask", "loss_mask", *_NUMBERS]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +116,16 @@ class UpdateGate:
                 raise ProvenanceError(
                     f"the policy record of {record.key} is attached to {key}: rows and their "
                     "extra_fields were reordered separately"
+                )
+        responses = _rows_of(data["responses"])
+        for record, uid, response, mask in zip(records, uids, responses, masks, strict=True):
+            if record is not None:
+                check_record(
+                    record,
+                    uid=uid,
+                    response_ids=response,
+                    response_mask=mask,
+                    trainer_version=trainer_version,
                 )
         verdicts = judge(records, masks, uids, trainer_version, self._options)
         self._warn(verdicts)
@@ -233,7 +244,8 @@ def _record_of(extra_fields: Any) -> PolicyRecord | None:
 def _sequence_of(key: str, uid: str) -> tuple[int | None, int | None]:
     """(session, output) of a TransferQueue key, `<uid>_<session>_<output>`."""
     session, _, output = key.removeprefix(f"{uid}_").partition("_")
-    return (int(session), int(output)) if session.isdigit() and output.isdigit() else (None, None)
+    is_named = session.isdecimal() and output.isdecimal()
+    return (int(session), int(output)) if is_named else (None, None)
 
 
 def _describe(
@@ -331,7 +343,9 @@ def _summarize(rows: Any, trainer_version: int) -> dict[str, float]:
             by_age[_age_name(row.values.get("staleness_worst"))].append(row.values)
     for age, found in by_age.items():
         metrics[f"{METRICS}mismatch/k3_age_{age}"] = float(np.mean([v["k3"] for v in found]))
-        metrics[f"{METRICS}mismatch/max_ratio_age_{age}"] = max(v["max_ratio"] for v in found)
+        metrics[f"{METRICS}mismatch/max_ratio_age_{age}"] = float(
+            np.max([v["max_ratio"] for v in found])
+        )
     removed = sum(int(row.in_loss.sum()) - row.values["num_loss_tokens"] for row in rows)
     metrics[f"{METRICS}removed_tokens"] = float(removed)
     dropped = {row.values["uid"] for row in rows if row.values["action"] == "drop_group"}

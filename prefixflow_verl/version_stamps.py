@@ -35,17 +35,24 @@ class VersionTracker:
 
     def begin(self, target: int | None) -> None:
         """Weights are about to move; `target` is the version they will be, if known."""
-        if self.is_moving and target is not None:
-            # The same move, announced twice: first without its version.
-            self.target = target
+        if self.is_moving and None in (self.target, target):
+            # The same move, announced twice: once without its version.
+            self.target = target if self.target is None else self.target
             return
-        self.is_moving, self.target = True, target
+        self.target = max(target, self.target) if self.is_moving else target
+        self.is_moving = True
         self.num_changes += 1
 
     def finish(self, version: int) -> None:
-        """All weights are those of `version`."""
+        """All weights are those of `version`, unless a move to a newer one has begun since."""
+        if self.is_moving and self.target is not None and self.target > version:
+            self.version = version
+            self.num_changes += 1
+            return
         if not self.is_moving:
-            # A relabelling without a move, such as a sync that found nothing changed.
+            if version == self.version:
+                return
+            # A relabelling without a move that was announced.
             self.num_changes += 1
         self.version, self.target, self.is_moving = version, None, False
         self.num_changes += 1
@@ -62,25 +69,36 @@ class RequestStamp:
     tracker: VersionTracker
     _opened_at: int = field(init=False)
     _began_in_move: bool = field(init=False)
-    _oldest: int | None = field(init=False)
+    _opened_with: int | None = field(init=False)
     _num_tokens: int = field(default=0, init=False)
-    # Of runs of tokens: [first token, newest version]. A token costs no object.
-    _runs: list[tuple[int, int | None]] = field(default_factory=list, init=False)
+    # Of runs of tokens: [first token, oldest version, newest]. A token costs no object.
+    _runs: list[tuple[int, int | None, int | None]] = field(default_factory=list, init=False)
     _is_trusted: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._opened_at = self.tracker.num_changes
         self._began_in_move = self.tracker.is_moving
-        self._oldest = self.tracker.version
+        self._opened_with = self.tracker.version
 
     def saw(self, num_tokens: int) -> None:
         """The engine has handed out `num_tokens` tokens in total."""
-        newest = self._oldest
+        versions = (self._opened_with, self._opened_with)
         if self._began_in_move or self.tracker.num_changes != self._opened_at:
-            newest = self.tracker.target if self.tracker.is_moving else self.tracker.version
-        if num_tokens > self._num_tokens and (not self._runs or self._runs[-1][1] != newest):
-            self._runs.append((self._num_tokens, newest))
+            versions = self._versions_since()
+        if num_tokens > self._num_tokens and (not self._runs or self._runs[-1][1:] != versions):
+            self._runs.append((self._num_tokens, *versions))
         self._num_tokens = num_tokens
+
+    def _versions_since(self) -> tuple[int | None, int | None]:
+        """Oldest and newest version since the request began, now that weights have moved."""
+        tracker = self.tracker
+        now = tracker.target if tracker.is_moving else tracker.version
+        if now is None or now == self._opened_with:
+            # Where they were in between is not known.
+            return self._opened_with if now is None else None, None
+        if self._opened_with is None:
+            return None, now
+        return min(self._opened_with, now), max(self._opened_with, now)
 
     def distrust(self) -> None:
         """Something changed the weights that the tracker was not told of: nothing is known."""
@@ -90,8 +108,8 @@ class RequestStamp:
         """Spans of the tokens seen so far."""
         if not self._is_trusted:
             return merge_spans([PolicySpan(num_tokens=self._num_tokens)])
-        ends = [*(start for start, _ in self._runs[1:]), self._num_tokens]
+        ends = [*(start for start, *_ in self._runs[1:]), self._num_tokens]
         return tuple(
-            PolicySpan(num_tokens=end - start, version_start=self._oldest, version_end=newest)
-            for (start, newest), end in zip(self._runs, ends, strict=True)
+            PolicySpan(num_tokens=end - start, version_start=oldest, version_end=newest)
+            for (start, oldest, newest), end in zip(self._runs, ends, strict=True)
         )

@@ -265,7 +265,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rollouts_of_every_shape(shape, plan):
     sequences = SHAPES[shape]
-    model = tiny_model(num_layers=2)
+    # In fp64: two keys give gradients so small that fp32 rounding shows.
+    model = tiny_model(num_layers=2, dtype=torch.float64)
     loss = rollout_loss(len(sequences))
     truth = dense_gradients(model, sequences, loss_or_nothing(loss))
     seen = []
@@ -276,7 +277,7 @@ def test_rollouts_of_every_shape(shape, plan):
 
     settings = {**PLANS[plan], "budget": replace(PLANS[plan]["budget"], max_tokens=24)}
     ours, _ = run(model, pack_sequences(arrays(sequences), **settings), loss_seen)
-    assert_close(ours, truth, 1e-5)
+    assert_close(ours, truth, TOLERANCE[torch.float64])
     # A rollout of one token predicts nothing and meets no loss; every other one exactly one.
     assert sorted(seen) == [index for index, row in enumerate(sequences) if len(row) > 1]
 

@@ -81,6 +81,10 @@ def test_a_record_of_another_row_stops_the_update(found):
     assert "the policy record of x_1_0 is attached to x_0_0" in found["swapped"]
 
 
+def test_a_record_that_is_too_short_stops_the_update_by_name(found):
+    assert "the policy spans of y_1_0 cover 7 tokens, its response has 8" in found["short"]
+
+
 def test_a_ledger_that_cannot_be_written_stops_before_training(found):
     assert "provenance.ledger_dir=" in found["unwritable"]
     assert "cannot be written" in found["unwritable"]
@@ -275,6 +279,15 @@ def _main(directory: Path) -> None:
         found["swapped"] = "went on"
     except ProvenanceError as error:
         found["swapped"] = str(error)
+
+    rows = [row("y", i, fresh) for i in range(2)]
+    wire = rows[1][1]["extra_fields"][RECORD_KEY]
+    wire["spans"] = [[7, *wire["spans"][0][1:]]]
+    try:
+        gate("short", max_staleness=0, on_stale="mask").apply_rules(stored(rows), {}, STEP)
+        found["short"] = "went on"
+    except ProvenanceError as error:
+        found["short"] = str(error)
 
     (directory / "file").write_text("")
     try:

@@ -307,7 +307,7 @@ def test_a_writer_killed_at_any_time_loses_the_step_in_flight_at_most(tmp_path):
         next_step = steps[-1] + 1
 
 
-@pytest.mark.parametrize("call, number, num_whole", [("fsync", 3, 1), ("replace", 2, 1)])
+@pytest.mark.parametrize("call, number, num_whole", [("fsync", 3, 1), ("link", 2, 1)])
 def test_a_writer_killed_before_its_file_is_in_place(tmp_path, call, number, num_whole):
     """The third fsync is that of the second step's content: file and directory take one each."""
     writer = start_writer(tmp_path, 1, call, number)
@@ -322,3 +322,49 @@ def test_a_writer_killed_before_its_file_is_in_place(tmp_path, call, number, num
     again = LedgerWriter(tmp_path, num_whole + 1)
     again.write(num_whole + 1, 0, [{"uid": "again"}])
     assert uids(tmp_path)[-1] == "again"
+
+
+def test_writers_that_start_together_are_two_launches(tmp_path, monkeypatch):
+    import prefixflow_verl.ledger as module
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_read_launches", lambda directory: [])
+        first, second = LedgerWriter(tmp_path, 1), LedgerWriter(tmp_path, 1)
+    assert (first.launch, second.launch) == (1, 2)
+    first.write(1, 0, [{"uid": "first"}])
+    second.write(1, 0, [{"uid": "second"}])
+    assert uids(tmp_path) == ["second"]
+    with pytest.raises(LedgerError, match="an update is written once"):
+        first.write(1, 0, [{"uid": "again"}])
+
+
+def test_a_launch_that_wrote_nothing_supersedes_nothing(tmp_path):
+    first = LedgerWriter(tmp_path, 1)
+    for step in range(1, 6):
+        first.write(step, 0, [{"uid": str(step)}])
+    LedgerWriter(tmp_path, 3)
+    LedgerWriter(tmp_path, 6).write(6, 0, [{"uid": "6"}])
+    assert uids(tmp_path) == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_launch_without_its_file_counts_from_its_first_update(tmp_path):
+    first = LedgerWriter(tmp_path, 1)
+    for step in (1, 2, 3):
+        first.write(step, 0, [{"uid": f"a{step}"}])
+    LedgerWriter(tmp_path, 3).write(3, 0, [{"uid": "b3"}])
+    for file in (tmp_path / "launches").iterdir():
+        file.unlink()
+    assert uids(tmp_path) == ["a1", "a2", "b3"]
+    assert LedgerWriter(tmp_path, 4).launch == 3
+
+
+@pytest.mark.parametrize("what", ["moved", "foreign"])
+def test_a_file_that_is_not_of_its_place_is_named(tmp_path, what):
+    file = LedgerWriter(tmp_path, 1).write(1, 0, [{"uid": "a"}])
+    if what == "moved":
+        file.parent.rename(tmp_path / "step=00000002")
+    else:
+        pq.write_table(pa.table({"loss": [1.0]}), file)
+    sentence = "its step is" if what == "moved" else "other columns"
+    with pytest.raises(LedgerError, match=sentence):
+        read_ledger(tmp_path)

@@ -361,3 +361,47 @@ def test_mismatch_where_there_is_little_to_measure():
     # float32 in, and far apart: clamped, not infinite.
     far = mismatch(np.array([-200.0], np.float32), np.array([0.0], np.float32))
     assert far.max_ratio == pytest.approx(math.exp(MAX_LOG_RATIO))
+
+
+@pytest.mark.parametrize("second", [1, 2])
+def test_a_response_that_two_generations_fit_is_guessed_from_neither(second):
+    generations = [
+        Generation(token_ids=(5, 5), spans=(span(2, 1, 1),)),
+        Generation(token_ids=(5, 5, 7), spans=(span(3, second, second),)),
+    ]
+    found = spans_of_response([5, 5], [1, 1], generations)
+    assert found == (span(2, 1, 1) if second == 1 else span(2),)
+
+
+def test_a_generation_is_covered_by_its_spans():
+    with pytest.raises(ProvenanceError, match="3 tokens do not cover a generation of 2"):
+        Generation(token_ids=(1, 2), spans=(span(3, 0, 0),))
+
+
+def test_a_half_known_span_has_no_staleness():
+    half = PolicySpan(num_tokens=2, version_start=1)
+    _, worst = token_staleness(record_of([half, span(1, 1, 1)]), 4)
+    assert np.isnan(worst[:2]).all() and worst[2] == 3
+
+
+def test_a_span_that_goes_backwards_is_refused():
+    with pytest.raises(ProvenanceError, match="goes back from version 2 to 1"):
+        backwards = record_of([span(3, 2, 1)])
+        check_record(
+            backwards,
+            uid=None,
+            response_ids=np.arange(3),
+            response_mask=np.ones(3),
+            trainer_version=4,
+        )
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [[0, 1, 1, True], [-1, 1, 1, True], [1, 1.5, 1, True], [1, "3", 1, True], [1, 1, 1, "False"]]
+    + [[1, float("nan"), 1, True], [1, 2**64, 2**64, True]],
+)
+def test_a_span_of_other_values_is_refused(wire):
+    record = record_of([span(1, 1, 1)]).to_wire() | {"spans": [wire]}
+    with pytest.raises(ProvenanceError, match="not a policy record"):
+        PolicyRecord.from_wire(record)

@@ -107,3 +107,45 @@ def test_distrust_forgets_every_version():
     stamp.saw(3)
     stamp.distrust()
     assert stamp.spans() == (span(3, None, None),)
+
+
+def test_weights_that_came_back_leave_versions_unknown():
+    """Keys of the version in between may still be there, and nobody knows how far it got."""
+    tracker = tracker_at(3)
+    stamp = RequestStamp(tracker)
+    stamp.saw(2)
+    for version in (4, 3):
+        tracker.begin(version)
+        tracker.finish(version)
+    stamp.saw(5)
+    assert stamp.spans() == (span(2, 3, 3), span(3, None, None))
+
+
+def test_older_weights_give_a_span_from_old_to_new():
+    tracker = tracker_at(5)
+    stamp = RequestStamp(tracker)
+    tracker.begin(3)
+    tracker.finish(3)
+    stamp.saw(4)
+    assert stamp.spans() == (span(4, 3, 5),)
+
+
+def test_a_move_that_ends_inside_another_does_not_end_it():
+    tracker = tracker_at(3)
+    tracker.begin(4)
+    tracker.begin(5)
+    tracker.finish(4)
+    assert tracker.is_moving
+    stamp = RequestStamp(tracker)
+    stamp.saw(2)
+    tracker.finish(5)
+    assert stamp.spans() == (span(2, 4, 5),)
+    assert not tracker.is_moving
+
+
+def test_the_same_label_again_changes_nothing():
+    tracker = tracker_at(3)
+    stamp = RequestStamp(tracker)
+    tracker.finish(3)
+    stamp.saw(2)
+    assert stamp.spans() == (span(2, 3, 3),)
