@@ -45,6 +45,8 @@ def row(session: int, *, mask: int = 1, has_record: bool = True, **fields: Any) 
 
 def rows(*given: dict[str, Any]):
     data = list_of_dict_to_tensordict(list(given))
+    for name in ("input_ids", "prompts", "responses", "response_mask"):
+        data[name] = torch.nested.as_nested_tensor(list(data[name]), layout=torch.jagged)
     tu.assign_non_tensor(data, **{STEP_KEY: STEP})
     return data
 
