@@ -7,13 +7,13 @@ through it. The update equals full-sequence training.
 Reading order: `forest` (what is shared), `plan` (what runs together, in which order), `packing`
 (what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
 gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula, by which
-`balance` places rollouts on ranks.
+`balance` places rollouts on ranks and `simulate` predicts what that buys.
 
 Which policy version sampled a token: `provenance` (words, checks, rules), `version_stamps` and
 `vllm_stamps` (where versions come from), `trajectories` (one record per sequence), `update_gate`
 (rules before the update), `ledger` (what was trained on), `ledger_report` (what that says).
 
-Import layers: `forest`, `plan`, `packing`, `accounting`, `balance`, `provenance` need
+Import layers: `forest`, `plan`, `packing`, `accounting`, `balance`, `simulate`, `provenance` need
 numpy only;
 `activations`, `attention`, `kv_cache`, `log_probs`, `model_hook`, `phases` need torch and
 transformers and know nothing of veRL; the rest is the veRL side.

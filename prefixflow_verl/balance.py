@@ -9,6 +9,7 @@ response once, by the formula of `accounting`.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -267,7 +268,7 @@ def place(
     *,
     num_ranks: int,
     num_mini_batches: int = 1,
-    baseline: np.ndarray | None = None,
+    mini_batches: np.ndarray | None = None,
     checkpointing: bool = False,
 ) -> Placement:
     """Place rollouts so that the slowest rank is as fast as can be; balance_search.py says how.
@@ -277,29 +278,120 @@ def place(
         shape: sizes of the model.
         num_ranks: data-parallel ranks.
         num_mini_batches: optimizer steps per update.
-        baseline: [R] a row order. Each mini-batch keeps the rollouts it has there, and none is
-            slower than there. Default: mini-batch m is the m-th slice of the rows as they come,
-            placed by `verl_order`.
+        mini_batches: [M, R / M] rows of each mini-batch, e.g. of `whole_group_mini_batches`.
+            Default: slices of the rows as they come.
         checkpointing: count the recomputation of activation checkpointing.
+
+    Returns:
+        No mini-batch is slower than with its rows placed by `verl_order`.
 
     Raises:
         PlacementError: R is no multiple of `num_ranks * num_mini_batches`.
     """
     _require_divisible(rollouts.num_rollouts, num_ranks, num_mini_batches)
     tree = PrefixTree(rollouts, shape, checkpointing)
-    if baseline is None:
-        slices = np.arange(rollouts.num_rollouts).reshape(num_mini_batches, -1)
-        num_tokens = rollouts.num_tokens
-        starts = [rows[verl_order(num_tokens[rows], num_ranks)] for rows in slices]
-    else:
-        cells = np.asarray(baseline).reshape(num_ranks, num_mini_batches, -1)
-        starts = [cells[:, mini_batch].ravel() for mini_batch in range(num_mini_batches)]
+    if mini_batches is None:
+        mini_batches = np.arange(rollouts.num_rollouts)
+    num_tokens = rollouts.num_tokens
+    starts = [
+        rows[verl_order(num_tokens[rows], num_ranks)].reshape(num_ranks, -1)
+        for rows in np.asarray(mini_batches).reshape(num_mini_batches, -1)
+    ]
+    return _place(tree, starts)
+
+
+def place_batch(
+    rollouts: RolloutLengths,
+    shape: ModelShape,
+    *,
+    group_ids: Sequence[Hashable],
+    is_padding: Sequence[bool],
+    num_ranks: int,
+    num_mini_batches: int = 1,
+    checkpointing: bool = False,
+) -> Placement:
+    """Place a trainer's batch: `place` with mini-batches of whole groups, or with those of verl's
+    own placement where these are faster. So it is never slower than verl's.
+
+    Args:
+        rollouts: R rollouts.
+        shape: sizes of the model.
+        group_ids: R ids, e.g. verl's `uid`.
+        is_padding: R flags: rows that pad the batch.
+        num_ranks, num_mini_batches, checkpointing: see `place`.
+
+    Raises:
+        PlacementError: R is no multiple of `num_ranks * num_mini_batches`.
+    """
+    _require_divisible(rollouts.num_rollouts, num_ranks, num_mini_batches)
+    placed = place(
+        rollouts,
+        shape,
+        num_ranks=num_ranks,
+        num_mini_batches=num_mini_batches,
+        mini_batches=whole_group_mini_batches(group_ids, is_padding, num_mini_batches),
+        checkpointing=checkpointing,
+    )
+    tree = PrefixTree(rollouts, shape, checkpointing)
+    order = verl_order(rollouts.num_tokens, num_ranks)
+    theirs = _evaluate(order, tree, num_ranks, num_mini_batches)
+    if placed.slowest_cost <= theirs.slowest_cost:
+        return placed
+    cells = order.reshape(num_ranks, num_mini_batches, -1)
+    return _place(tree, [cells[:, index] for index in range(num_mini_batches)])
+
+
+def _place(tree: PrefixTree, starts: Sequence[np.ndarray]) -> Placement:
+    """Improve M placements of one mini-batch each, [K, R / (K * M)] rows."""
+    num_ranks = len(starts[0])
     placed = [
-        place_mini_batch(tree, start.reshape(num_ranks, -1), _least_cost(tree, start, num_ranks))
+        place_mini_batch(tree, start, _least_cost(tree, start.ravel(), num_ranks))
         for start in starts
     ]
     order = np.stack(placed, axis=1).ravel()
-    return _evaluate(order, tree, num_ranks, num_mini_batches)
+    return _evaluate(order, tree, num_ranks, len(starts))
+
+
+def whole_group_mini_batches(
+    group_ids: Sequence[Hashable], is_padding: Sequence[bool], num_mini_batches: int
+) -> np.ndarray:
+    """[M, R / M] int64. Rows of each mini-batch: groups in the order in which they come, none in
+    two mini-batches unless equal sizes demand it; rows that pad the batch fill the rest evenly.
+
+    Args:
+        group_ids: R ids, e.g. verl's `uid`.
+        is_padding: R flags.
+        num_mini_batches: M.
+
+    Raises:
+        PlacementError: R is no multiple of M.
+    """
+    _require_divisible(len(group_ids), 1, num_mini_batches)
+    capacity = len(group_ids) // num_mini_batches
+    padding = np.asarray(is_padding, dtype=bool)
+    first = {}
+    group = np.array([first.setdefault(name, len(first)) for name in group_ids], dtype=np.int64)
+    real = np.flatnonzero(~padding)
+    real = real[np.argsort(group[real], kind="stable")]
+    group_ends = np.append(np.flatnonzero(np.diff(group[real])) + 1, len(real))
+    cuts = [0]
+    for done in range(1, num_mini_batches):
+        num_later = num_mini_batches - done
+        # What the later ones can take must be left for them, and none is padding alone if there
+        # are rows for all.
+        lowest = max(cuts[-1] + 1, len(real) - num_later * capacity)
+        highest = max(lowest, min(cuts[-1] + capacity, len(real) - num_later))
+        lowest, highest = min(lowest, len(real)), min(highest, len(real))
+        even = min(max(round(len(real) * done / num_mini_batches), lowest), highest)
+        whole = group_ends[(group_ends >= lowest) & (group_ends <= highest)]
+        cuts.append(int(whole[np.argmin(np.abs(whole - even))]) if len(whole) else even)
+    cuts.append(len(real))
+    fillers = iter(np.flatnonzero(padding).tolist())
+    mini_batches = []
+    for begin, end in itertools.pairwise(cuts):
+        rows = real[begin:end].tolist()
+        mini_batches.append(rows + [next(fillers) for _ in range(capacity - len(rows))])
+    return np.array(mini_batches, dtype=np.int64)
 
 
 def _require_divisible(num_rollouts: int, num_ranks: int, num_mini_batches: int) -> None:

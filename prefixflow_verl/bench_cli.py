@@ -116,7 +116,8 @@ def update(
 
     Lists of lengths make a grid. Exit status 1 if the arms do not compute the same update.
     """
-    _require_matplotlib(out)
+    if out is not None:
+        require_matplotlib()
     try:
         from prefixflow_verl.bench import ArmsDisagreeError, run_benchmark
         from prefixflow_verl.bench_report import report, write_results
@@ -206,7 +207,8 @@ def capacity(
     Bytes are of live tensors above parameters and optimizer state. Exit status 1 if the arms do not
     compute the same update.
     """
-    _require_matplotlib(out)
+    if out is not None:
+        require_matplotlib()
     if num_bytes is not None and prompt is not None:
         fail("--prompt contradicts --bytes: leave one of them out")
     try:
@@ -266,8 +268,9 @@ def _command() -> str:
     return shlex.join(["prefixflow", *sys.argv[1:]])
 
 
-def _require_matplotlib(out: Path | None) -> None:
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
+def require_matplotlib() -> None:
+    """Fail unless pictures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
         fail("--out draws with matplotlib: pip install prefixflow_verl[bench], or use --json")
 
 

@@ -1,9 +1,9 @@
 """The command line `prefixflow`: parses options, prints results.
 
 The commands below `prefixflow bench` are in `bench_cli`. The work is done in `doctor`, `verify`,
-`lengths` and `ledger_report`. They are imported when a command runs, so that `prefixflow plan`
-needs neither torch nor verl, and `prefixflow doctor` can report that they are missing. Exit status:
-0 good, 1 the check failed, 2 the command cannot be carried out.
+`lengths`, `simulate` and `ledger_report`. They are imported when a command runs, so that
+`prefixflow plan` needs neither torch nor verl, and `prefixflow doctor` can report that they are
+missing. Exit status: 0 good, 1 the check failed, 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from prefixflow_verl.bench_cli import JsonFlag, bench, fail
+from prefixflow_verl.bench_cli import JsonFlag, bench, fail, require_matplotlib
 from prefixflow_verl.config import ATTENTION_BACKENDS, PLANS, PREFIX_ACTIVATIONS, PrefixFlowOptions
 
 if TYPE_CHECKING:
     from prefixflow_verl.accounting import ModelShape
     from prefixflow_verl.ledger_report import LedgerAnalysis, Report
     from prefixflow_verl.lengths import GroupLengths, PlanCost
+    from prefixflow_verl.simulate import Simulation
     from prefixflow_verl.verify import Verification
 
 NUM_WORST_PARAMETERS = 10
@@ -254,6 +255,86 @@ def plan(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[
+        Path,
+        typer.Option(
+            help="Recorded lengths: JSON lines as for `prefixflow plan --lengths`, one step, or a "
+            "directory of such files, a step from each."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")],
+    mini_batches: Annotated[int, typer.Option(min=1, help="Optimizer steps per update.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Copies of each group, as different prompts: more rollouts.")
+    ] = 1,
+    token_budget: Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")] = 16384,
+    tflops: Annotated[
+        float, typer.Option(help="TFLOP/s that a rank reaches; turns FLOPs into seconds.")
+    ] = 400.0,
+    checkpointing: Annotated[
+        bool,
+        typer.Option("--checkpointing/--no-checkpointing", help="Count activation checkpointing."),
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory whose config.json has the model's sizes.")
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(help="Sizes that replace the model's, e.g. num_layers=48,hidden=5120."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for simulation.json and simulation.png.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict an actor update on many ranks, with veRL's placement of rollouts and with ours. Needs
+    no torch.
+
+    Seconds are FLOPs over --tflops: communication and the optimizer are left out. Without --model
+    the sizes are those of Qwen3-8B.
+    """
+    from prefixflow_verl.plan import PackBudget
+    from prefixflow_verl.simulate import Cluster, read_trace
+    from prefixflow_verl.simulate import simulate as simulate_trace
+
+    if not 0 < tflops < float("inf"):
+        fail(f"--tflops={tflops} must be a number above 0")
+    if out is not None:
+        require_matplotlib()
+    try:
+        steps = read_trace(trace, repeat=repeat)
+    except OSError as error:
+        fail(f"--trace={trace} cannot be read ({error.strerror}): name a JSON-lines file")
+    except ValueError as error:
+        fail(f"--trace: {error}")
+    cluster = Cluster(
+        shape=_read_shape(model, model_shape),
+        budget=PackBudget(
+            max_tokens=token_budget,
+            prefix_activations=DEFAULTS.prefix_activations,
+            cut_overhead_tokens=DEFAULTS.cut_overhead_tokens,
+        ),
+        num_ranks=ranks,
+        num_mini_batches=mini_batches,
+        checkpointing=checkpointing,
+        rank_flops_per_s=tflops * 1e12,
+    )
+    simulation = simulate_trace(steps, cluster)
+    record = {"trace": str(trace), **simulation.as_record()}
+    if out is not None:
+        from prefixflow_verl.simulate_plots import draw_simulation
+
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "simulation.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+            draw_simulation(simulation, out / "simulation.png")
+        except OSError as error:
+            fail(f"--out={out} cannot be written ({error.strerror}): name a directory that can")
+    print(json.dumps(record, indent=2)) if as_json else _print_simulation(simulation)
+
+
+@app.command()
 def provenance(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A ledger, or a run's directory that holds one.")
@@ -370,6 +451,39 @@ def _read_shape(model: Path | None, replacements: str | None) -> ModelShape:
             fail(f"--model-shape: {name}={value} must be an integer of 1 or more")
         sizes = {**sizes, name: int(value)}
     return ModelShape(**sizes)
+
+
+def _print_simulation(simulation: Simulation) -> None:
+    from prefixflow_verl.simulate import NO_REUSE, OURS, VERL
+
+    record = simulation.as_record()
+    table = _table(
+        "one update, mean over steps",
+        "no reuse, veRL's placement",
+        "reuse, veRL's placement",
+        "reuse, our placement",
+    )
+    arms = (NO_REUSE, VERL, OURS)
+    for label, key, show in (
+        ("slowest rank, predicted", "slowest_rank_s", lambda seconds: f"{seconds:.3g} s"),
+        ("imbalance, max / mean over ranks", "imbalance", lambda ratio: f"{ratio:.3f}"),
+        ("prefixes run by further ranks", "duplicated_prefixes", lambda number: f"{number:.1f}"),
+        ("tokens of these", "duplicated_tokens", lambda number: f"{_si(number)}"),
+        ("caches and activations, largest rank", "peak_bytes", lambda size: f"{_si(size)}B"),
+    ):
+        values = record[key]
+        table.add_row(label, *(show(values[arm]) if arm in values else "-" for arm in arms))
+    console = _console()
+    console.print(table)
+    console.print(
+        f"{record['speedup_over_verl_placement']:.2f}x faster than with veRL's placement, "
+        f"{record['speedup_over_no_reuse']:.2f}x than without reuse; no placement with these "
+        f"mini-batches has an imbalance below {record['lower_bound']:.3f}"
+    )
+    console.print(
+        f"steps: {len(simulation.steps)}, ranks: {simulation.num_ranks}, mini-batches: "
+        f"{simulation.num_mini_batches}, found in {record['placement_s']:.2g} s per step"
+    )
 
 
 def _print_cost(cost: PlanCost) -> None:

@@ -16,7 +16,9 @@ from prefixflow_verl.balance import (
     dense_costs,
     evaluate,
     place,
+    place_batch,
     verl_order,
+    whole_group_mini_batches,
 )
 
 SHAPE = ModelShape(
@@ -114,19 +116,83 @@ def test_a_placement_keeps_verls_constraints_and_costs_what_the_formula_says(wor
 @given(workloads())
 def test_no_mini_batch_is_slower_than_in_verls_placement(workload):
     rollouts, num_ranks, num_mini_batches = workload
+    rows = np.arange(rollouts.num_rollouts)[::-1].reshape(num_mini_batches, -1)
     options = {"num_ranks": num_ranks, "num_mini_batches": num_mini_batches}
-    baseline = verl_order(rollouts.num_tokens, num_ranks)
-    verls = evaluate(baseline, rollouts, SHAPE, **options)
-    ours = place(rollouts, SHAPE, baseline=baseline, **options)
+    ours = place(rollouts, SHAPE, mini_batches=rows, **options)
+    starts = [members[verl_order(rollouts.num_tokens[members], num_ranks)] for members in rows]
+    order = np.stack([start.reshape(num_ranks, -1) for start in starts], axis=1).ravel()
+    verls = evaluate(order, rollouts, SHAPE, **options)
     assert (ours.costs.max(axis=0) <= verls.costs.max(axis=0) * (1 + 1e-9)).all()
-    for mini_batch in range(num_mini_batches):
-        members = [
-            sorted(r for k in range(num_ranks) for r in p.rollouts(k, mini_batch).tolist())
-            for p in (ours, verls)
-        ]
-        assert members[0] == members[1]
-    again = place(rollouts, SHAPE, baseline=baseline, **options)
+    for mini_batch, members in enumerate(rows):
+        placed = [r for k in range(num_ranks) for r in ours.rollouts(k, mini_batch).tolist()]
+        assert sorted(placed) == sorted(members.tolist())
+    again = place(rollouts, SHAPE, mini_batches=rows, **options)
     assert again.order.tolist() == ours.order.tolist()
+
+
+@given(workloads(), st.integers(0, 3))
+def test_a_batch_is_never_slower_than_in_verls_placement(workload, num_padding):
+    rollouts, num_ranks, num_mini_batches = workload
+    options = {"num_ranks": num_ranks, "num_mini_batches": num_mini_batches}
+    is_padding = np.arange(rollouts.num_rollouts) >= rollouts.num_rollouts - num_padding
+    ours = place_batch(
+        rollouts,
+        SHAPE,
+        group_ids=rollouts.last_segment.tolist(),
+        is_padding=is_padding.tolist(),
+        **options,
+    )
+    verls = evaluate(verl_order(rollouts.num_tokens, num_ranks), rollouts, SHAPE, **options)
+    assert sorted(ours.order.tolist()) == list(range(rollouts.num_rollouts))
+    assert ours.slowest_cost <= verls.slowest_cost * (1 + 1e-9)
+
+
+def groups_cut(mini_batches: np.ndarray, group_ids: list, is_padding: list[bool]) -> int:
+    """Further mini-batches that hold a group, summed over groups."""
+    holders = {
+        (group_ids[row], index)
+        for index, rows in enumerate(mini_batches)
+        for row in rows.tolist()
+        if not is_padding[row]
+    }
+    return len(holders) - len({group for group, _ in holders})
+
+
+@given(st.data())
+def test_mini_batches_are_made_of_whole_groups(data):
+    num_mini_batches = data.draw(st.integers(1, 4))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=12))
+    group_ids = [group for group, size in enumerate(sizes) for _ in range(size)]
+    num_padding = -len(group_ids) % num_mini_batches
+    group_ids += ["pad"] * num_padding
+    is_padding = [group == "pad" for group in group_ids]
+    shuffled = data.draw(st.permutations(range(len(group_ids))))
+    group_ids = [group_ids[row] for row in shuffled]
+    is_padding = [is_padding[row] for row in shuffled]
+    found = whole_group_mini_batches(group_ids, is_padding, num_mini_batches)
+    assert sorted(found.ravel().tolist()) == list(range(len(group_ids)))
+    assert groups_cut(found, group_ids, is_padding) < num_mini_batches
+
+
+@pytest.mark.parametrize(
+    "sizes, num_padding, num_mini_batches, num_cut, padding_rows",
+    [
+        ([4] * 8, 0, 4, 0, [0, 0, 0, 0]),
+        ([4, 2, 3, 3], 4, 2, 0, [2, 2]),  # filtered groups
+        ([5, 1, 1, 1], 0, 2, 1, [0, 0]),  # no half is made of whole groups
+        ([2, 2], 4, 4, 2, [1, 1, 1, 1]),
+        ([1, 7], 0, 1, 0, [0]),
+    ],
+)
+def test_groups_are_cut_only_where_equal_sizes_demand_it(
+    sizes, num_padding, num_mini_batches, num_cut, padding_rows
+):
+    group_ids = [group for group, size in enumerate(sizes) for _ in range(size)]
+    group_ids += ["pad"] * num_padding
+    is_padding = [group == "pad" for group in group_ids]
+    found = whole_group_mini_batches(group_ids, is_padding, num_mini_batches)
+    assert groups_cut(found, group_ids, is_padding) == num_cut
+    assert [sum(is_padding[row] for row in rows.tolist()) for rows in found] == padding_rows
 
 
 @given(workloads())

@@ -16,6 +16,7 @@ PURE = (
     "config",
     "lengths",
     "provenance",
+    "simulate",
     "version_stamps",
 )
 TORCH = (
