@@ -7,7 +7,7 @@ through it. The update equals full-sequence training.
 Reading order: `forest` (what is shared), `plan` (what runs together, in which order), `packing`
 (what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
 gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula, by which
-`balance` places rollouts on ranks and `simulate` predicts what that buys.
+`balance` places rollouts on ranks (`placement` asks it to) and `simulate` predicts what that buys.
 
 Which policy version sampled a token: `provenance` (words, checks, rules), `version_stamps` and
 `vllm_stamps` (where versions come from), `trajectories` (one record per sequence), `update_gate`

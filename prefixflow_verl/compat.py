@@ -193,6 +193,52 @@ def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
     around("_update_actor", stamp(None), record)
 
 
+def _place_by_prefix(trainer_module: types.ModuleType) -> None:
+    trainer_class = trainer_module.PPOTrainer
+    balance_batch, update_actor = trainer_class._balance_batch, trainer_class._update_actor
+
+    def placer_of(trainer: Any) -> Any:
+        if "prefixflow_placer" not in vars(trainer):
+            from prefixflow_verl.engine_config import run_options
+
+            options = run_options(trainer.config)
+            if options is not None:
+                from prefixflow_verl.placement import BatchPlacer
+
+                trainer.prefixflow_placer = BatchPlacer(trainer.config, options)
+            else:
+                trainer.prefixflow_placer = None
+        return trainer.prefixflow_placer
+
+    @functools.wraps(balance_batch)
+    def balance_then_place(
+        self: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        **kwargs: Any,
+    ) -> Any:
+        arrived = list(batch.keys)
+        batch = balance_batch(self, batch, metrics, logging_prefix, **kwargs)
+        placer = placer_of(self)
+        if placer is not None:
+            # verl's method has asked the workers for their ranks.
+            num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            placer.place(batch, arrived, num_ranks, metrics, logging_prefix)
+        return batch
+
+    @functools.wraps(update_actor)
+    def update_then_observe(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = update_actor(self, batch, metrics)
+        placer = placer_of(self)
+        if placer is not None:
+            placer.observe(metrics)
+        return batch
+
+    trainer_class._balance_batch = balance_then_place
+    trainer_class._update_actor = update_then_observe
+
+
 def _stamp_rollouts(server_module: types.ModuleType) -> None:
     manager_class = server_module.LLMServerManager
     construct = manager_class.__init__
@@ -366,6 +412,18 @@ LEDGER: tuple[Patch, ...] = (
         remove_when="verl calls user code there",
         cpu_only=False,
         apply=_put_gate_around_update,
+    ),
+    Patch(
+        name="prefix-placement",
+        module="verl.trainer.ppo.v1.trainer_base",
+        what="PPOTrainer._balance_batch (verl/trainer/ppo/v1/trainer_base.py) is followed by "
+        "placement.py, and _update_actor tells it of a fallback, in runs of strategy prefixflow; "
+        "others are untouched",
+        why="verl orders rows by length alone, so the rollouts of a prompt scatter over ranks and "
+        "each of them runs the prompt again",
+        remove_when="verl lets an engine choose the order of rows",
+        cpu_only=False,
+        apply=_place_by_prefix,
     ),
     Patch(
         name="stamping-replica",

@@ -28,6 +28,7 @@ ATTENTION_BACKENDS = ("auto", "reference", "sdpa_cpu")
 CACHE_GRAD_DTYPES = ("float32", "param")
 PREFIX_ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 PLANS = ("auto", "fused", "cut", "off")
+PLACEMENTS = ("prefix", "length")
 PROVENANCE_ACTIONS = ("error", "mask", "drop_group", "warn")
 
 
@@ -116,6 +117,9 @@ class PrefixFlowOptions:
     cut_overhead_tokens: int = 256
     """Tokens that cutting a tree must save to be worth one more forward and backward. Tokens, 0 or
     more; a tree that saves less is run with less sharing."""
+    placement: str = "prefix"
+    """Which rank trains on which rollouts: `prefix` keeps rollouts that share a prefix on one rank
+    as long as that makes the slowest rank faster, `length` is verl's own placement by length."""
     provenance: ProvenanceOptions = field(default_factory=ProvenanceOptions)
     """Which policy versions may be trained on, and the ledger of what was."""
 
@@ -125,6 +129,7 @@ class PrefixFlowOptions:
         _require_one_of("cache_grad_dtype", self.cache_grad_dtype, CACHE_GRAD_DTYPES)
         _require_one_of("prefix_activations", self.prefix_activations, PREFIX_ACTIVATIONS)
         _require_one_of("plan", self.plan, PLANS)
+        _require_one_of("placement", self.placement, PLACEMENTS)
         _require_positive_or_none("max_tokens_per_pack", self.max_tokens_per_pack)
         _require_positive_or_none("max_cache_bytes", self.max_cache_bytes)
         _require_at_least("min_shared_tokens", self.min_shared_tokens, 1)

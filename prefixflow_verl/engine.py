@@ -23,7 +23,7 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from prefixflow_verl.accounting import ModelShape, reuse_ratio
+from prefixflow_verl.accounting import ModelShape, forest_flops, reuse_ratio
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
@@ -36,6 +36,7 @@ from prefixflow_verl.model_hook import (
 )
 from prefixflow_verl.phases import (
     CompletedRollouts,
+    PackedBatch,
     PhaseRunner,
     RunStats,
     check_reuse,
@@ -178,6 +179,9 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             stats = self._runner.backward(packed, collector.add, with_entropy=with_entropy)
         output = collector.result(with_entropy)
         output["metrics"].update(self._reuse_metrics(stats, forward_only))
+        if not forward_only:
+            imbalance = self._imbalance(packed)
+            output["metrics"][f"{METRIC_PREFIX}imbalance"] = [imbalance]
         self._add_provenance(output, data, forward_only, records, batch, packed.forest)
         return output
 
@@ -361,6 +365,16 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             for name in ("logical_tokens", "executed_tokens", "reuse_ratio", "packs"):
                 metrics[f"{METRIC_PREFIX}log_prob/{name}"] = [self._log_prob_totals[name]]
         return metrics
+
+    def _imbalance(self, packed: PackedBatch) -> float:
+        """FLOPs of the rank with the most in this mini-batch / their mean over ranks."""
+        model = pretrained_model(self.module)
+        num_logit_rows = sum(len(layout.logit_rows) for layout in packed.layouts)
+        flops = forest_flops(ModelShape.from_config(model.config), packed.forest, num_logit_rows)
+        own = {"flops": flops.update(checkpointing=model.is_gradient_checkpointing)}
+        total = self._over_ranks(own, torch.distributed.ReduceOp.SUM)["flops"]
+        largest = self._over_ranks(own, torch.distributed.ReduceOp.MAX)["flops"]
+        return largest * self.get_data_parallel_size() / total if total else 1.0
 
     def _over_ranks(
         self, values: dict[str, float], operation: torch.distributed.ReduceOp

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig
 
 from prefixflow_verl.config import (
-    PROVENANCE_PATH,
+    OPTIONS_PATH,
     STRATEGY,
     PrefixFlowOptions,
     ProvenanceOptions,
@@ -61,12 +61,17 @@ def as_fsdp2(engine_config: FSDPEngineConfig) -> FSDPEngineConfig:
     return built
 
 
-def provenance_options(config: DictConfig) -> ProvenanceOptions | None:
-    """The rules of a composed run config; None where they are off or the actor is not ours."""
+def run_options(config: DictConfig) -> PrefixFlowOptions | None:
+    """The options of a composed run config; None where the actor is not ours."""
     if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") != STRATEGY:
         return None
-    section = OmegaConf.select(config, PROVENANCE_PATH)
-    options = ProvenanceOptions()
-    if section is not None:
-        options = ProvenanceOptions.from_mapping(OmegaConf.to_container(section, resolve=True))
-    return options if options.enabled else None
+    section = OmegaConf.select(config, OPTIONS_PATH)
+    if section is None:
+        return PrefixFlowOptions()
+    return PrefixFlowOptions.from_mapping(OmegaConf.to_container(section, resolve=True))
+
+
+def provenance_options(config: DictConfig) -> ProvenanceOptions | None:
+    """The rules of a composed run config; None where they are off or the actor is not ours."""
+    options = run_options(config)
+    return options.provenance if options is not None and options.provenance.enabled else None

@@ -48,6 +48,7 @@ def check_run(config: DictConfig) -> None:
         _check_cpu(config, strategy)
     if strategy == STRATEGY:
         _check_reuse(config)
+        _check_ranks(config)
         _check_provenance(config)
     _check_model(config)
     for setting in ("data.train_files", "data.val_files"):
@@ -111,6 +112,26 @@ def _check_reuse(config: DictConfig) -> None:
             f"{ACTOR_PATH}.loss_agg_mode={mode} without {ACTOR_PATH}.loss_scale_factor divides "
             "by the longest response of each micro-batch, so the update depends on how rows are "
             f"packed: set {ACTOR_PATH}.loss_scale_factor to data.max_response_length"
+        )
+
+
+def _check_ranks(config: DictConfig) -> None:
+    """Mini-batches that verl could not divide over the ranks, which it says at the first update."""
+    settings = (
+        f"{ACTOR_PATH}.ppo_mini_batch_size",
+        "actor_rollout_ref.rollout.n",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+    )
+    sizes = {setting: OmegaConf.select(config, setting) for setting in settings}
+    if None in sizes.values():
+        return
+    prompts, responses, nodes, ranks = sizes.values()
+    if (prompts * responses) % (nodes * ranks):
+        given = ", ".join(f"{setting}={size}" for setting, size in sizes.items())
+        raise ValueError(
+            f"a mini-batch of {prompts * responses} rollouts does not divide over {nodes * ranks} "
+            f"ranks ({given}): make the product of the first two a multiple of that of the others"
         )
 
 

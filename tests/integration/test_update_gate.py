@@ -1,16 +1,9 @@
 """Provenance link, in the trainer: rows go through verl's real TransferQueue, are filtered,
 reordered and padded by verl's own functions, and every record stays with its sequence.
-
-Runs in a process of its own, because Ray is started once per process.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +11,8 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.queue_process import run_in_queue, serve
+
 STEP = 5
 TRAINER_VERSION = STEP - 1
 
@@ -27,23 +21,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("gate")
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {
-        "VERL_PLATFORM": "cpu",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    with (directory / "log.txt").open("w") as log:
-        finished = subprocess.run(
-            [sys.executable, "-m", "tests.integration.test_update_gate", str(directory)],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        )
-    assert finished.returncode == 0, (directory / "log.txt").read_text()[-6000:]
-    return json.loads((directory / "found.json").read_text())
+    return run_in_queue("tests.integration.test_update_gate", tmp_path_factory.mktemp("gate"))
 
 
 def test_every_record_stays_with_its_sequence(found):
@@ -96,7 +74,7 @@ def test_a_large_batch_costs_little(found):
     assert found["large"]["num_rows"] == 1024
 
 
-def _main(directory: Path) -> None:
+def _main(directory: Path) -> dict[str, Any]:
     import numpy as np
     import torch
     import transfer_queue as tq
@@ -308,28 +286,8 @@ def _main(directory: Path) -> None:
         "num_rows": len(ledger_rows("large")),
     }
     print(found["large"])
-    (directory / "found.json").write_text(json.dumps(found))
-
-
-def _start(directory: str) -> None:
-    import ray
-    import transfer_queue as tq
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    import prefixflow_verl.register  # noqa: F401
-
-    with initialize_config_module("prefixflow_verl.configs", version_base=None):
-        config = compose("prefixflow_grpo_cpu")
-    with tempfile.TemporaryDirectory(prefix="prefixflow-ray.", dir="/tmp") as ray_directory:
-        ray.init(num_cpus=8, include_dashboard=False, _temp_dir=ray_directory)
-        queue = OmegaConf.merge(config.transfer_queue, {"enable": True})
-        tq.init(queue)
-        try:
-            _main(Path(directory))
-        finally:
-            ray.shutdown()
+    return found
 
 
 if __name__ == "__main__":
-    _start(sys.argv[1])
+    serve(_main)

@@ -114,3 +114,23 @@ def test_a_rule_that_no_run_could_keep(run, setting, value):
         check_run(run)
     OmegaConf.update(run, f"{engine}.prefixflow.provenance.on_missing", "mask")
     check_run(run)
+
+
+def test_mini_batches_divide_over_the_ranks(run):
+    def with_sizes(prompts: int, responses: int, nodes: int, ranks: int):
+        return OmegaConf.merge(
+            run,
+            {
+                "actor_rollout_ref": {
+                    "actor": {"ppo_mini_batch_size": prompts},
+                    "rollout": {"n": responses},
+                },
+                "trainer": {"nnodes": nodes, "n_gpus_per_node": ranks},
+            },
+        )
+
+    check_run(with_sizes(4, 6, 2, 4))
+    with pytest.raises(ValueError, match="a mini-batch of 9 rollouts does not divide over 4 ranks"):
+        check_run(with_sizes(3, 3, 1, 4))
+    with pytest.raises(ValueError, match="rollout.n=3, trainer.nnodes=1"):
+        check_run(with_sizes(3, 3, 1, 4))
