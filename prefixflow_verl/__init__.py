@@ -8,6 +8,7 @@ Reading order: `forest` (what is shared), `plan` (what runs together, in which o
 (what one forward sees), `attention` and `kv_cache` (how a suffix reads a prefix), `phases` (how
 gradients get back), `engine` (how veRL calls it). `accounting` holds the one cost formula, by which
 `balance` places rollouts on ranks (`placement` asks it to) and `simulate` predicts what that buys.
+Ranks that fail: `lockstep` (out of memory), `failures` (everything else).
 
 Which policy version sampled a token: `provenance` (words, checks, rules), `version_stamps` and
 `vllm_stamps` (where versions come from), `trajectories` (one record per sequence), `update_gate`
@@ -15,8 +16,8 @@ Which policy version sampled a token: `provenance` (words, checks, rules), `vers
 
 Import layers: `forest`, `plan`, `packing`, `accounting`, `balance`, `simulate`, `provenance` need
 numpy only;
-`activations`, `attention`, `kv_cache`, `log_probs`, `model_hook`, `phases` need torch and
-transformers and know nothing of veRL; the rest is the veRL side.
+`activations`, `attention`, `failures`, `kv_cache`, `lockstep`, `log_probs`, `model_hook`, `phases`
+need torch and transformers and know nothing of veRL; the rest is the veRL side.
 """
 
 from __future__ import annotations

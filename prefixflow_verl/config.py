@@ -7,6 +7,7 @@ verl's engine config.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -117,6 +118,13 @@ class PrefixFlowOptions:
     cut_overhead_tokens: int = 256
     """Tokens that cutting a tree must save to be worth one more forward and backward. Tokens, 0 or
     more; a tree that saves less is run with less sharing."""
+    oom_retry: bool = False
+    """If a pack does not fit into memory on some rank, discard the mini-batch's gradients on all of
+    them and run it once more in smaller packs, instead of ending the job. Costs FSDP2's
+    prefetching, and a pass of one token per mini-batch."""
+    failure_timeout_s: float = 60.0
+    """A rank that still waits for others this long after one has failed is ended. Seconds, above
+    0."""
     placement: str = "prefix"
     """Which rank trains on which rollouts: `prefix` keeps rollouts that share a prefix on one rank
     as long as that makes the slowest rank faster, `length` is verl's own placement by length."""
@@ -130,6 +138,13 @@ class PrefixFlowOptions:
         _require_one_of("prefix_activations", self.prefix_activations, PREFIX_ACTIVATIONS)
         _require_one_of("plan", self.plan, PLANS)
         _require_one_of("placement", self.placement, PLACEMENTS)
+        if not isinstance(self.oom_retry, bool):
+            raise ValueError(f"{OPTIONS_PATH}.oom_retry={self.oom_retry!r} must be true or false")
+        if not _is_number(self.failure_timeout_s) or not 0 < self.failure_timeout_s < math.inf:
+            raise ValueError(
+                f"{OPTIONS_PATH}.failure_timeout_s={self.failure_timeout_s!r} must be a number of "
+                "seconds above 0"
+            )
         _require_positive_or_none("max_tokens_per_pack", self.max_tokens_per_pack)
         _require_positive_or_none("max_cache_bytes", self.max_cache_bytes)
         _require_at_least("min_shared_tokens", self.min_shared_tokens, 1)
@@ -162,6 +177,10 @@ def _refuse_unknown(options: type, settings: Mapping[str, Any], path: str) -> No
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{OPTIONS_PATH}.{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_positive_or_none(name: str, value: object) -> None:

@@ -27,7 +27,9 @@ from prefixflow_verl.accounting import ModelShape, forest_flops, reuse_ratio
 from prefixflow_verl.attention import choose_backend
 from prefixflow_verl.config import METRIC_PREFIX, OPTIONS_PATH, STRATEGY
 from prefixflow_verl.engine_config import as_fsdp2, options_of
+from prefixflow_verl.failures import FailureBoard
 from prefixflow_verl.forest import PrefixForest
+from prefixflow_verl.lockstep import PackMemoryError
 from prefixflow_verl.model_hook import (
     UnsupportedModelError,
     check_length,
@@ -39,6 +41,7 @@ from prefixflow_verl.phases import (
     PackedBatch,
     PhaseRunner,
     RunStats,
+    ScheduleMismatchError,
     check_reuse,
     pack_sequences,
 )
@@ -62,6 +65,10 @@ from prefixflow_verl.rollouts import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+COMMON_ERRORS = (ProvenanceError, UnsupportedModelError, ScheduleMismatchError, PackMemoryError)
+"""Raised by every rank together."""
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])
@@ -91,6 +98,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         self._update: tuple[int, int] | None = None
         self._mini_batch = 0
         self._runner: PhaseRunner | None = None
+        self._failures: FailureBoard | None = None
+        self._max_tokens_that_fit: int | None = None
         self._unless_supported(lambda: check_settings(model_config, engine_config))
         # verl's builder knows the strategies fsdp and fsdp2 only.
         super().__init__(
@@ -117,6 +126,7 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             reduce_gradients_once=self.engine_config.use_no_sync_for_gradient_accumulation,
             scale_loss=self.scaler.scale if self.scaler is not None else None,
             forward_context=self._autocast,
+            survives_out_of_memory=self.options.oom_retry,
         )
         self._unless_supported(lambda: check_reuse(self._runner))
         if self._fallback is None and self.rank == 0:
@@ -139,8 +149,15 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             verl's dict: `model_output` (jagged `log_probs`, `entropy`; forward only, or if asked
             for), `loss` (a list that sums to the rank's loss), `metrics`.
         """
-        records = self._check_provenance(data) if not forward_only else []
-        num_loss_tokens, refusal = self._agree_on_batch(data)
+        if self._failures is None:
+            self._failures = FailureBoard(self.options.failure_timeout_s)
+        with self._failures.watched(common=COMMON_ERRORS):
+            return self._run_batch(data, loss_function, forward_only)
+
+    def _run_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> dict[str, Any]:
+        num_loss_tokens, refusal, records = self._agree_on_batch(data, forward_only)
         if refusal is not None:
             output = self._run_dense(data, loss_function, forward_only, refusal)
             self._add_provenance(output, data, forward_only, records)
@@ -152,6 +169,39 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             dp_size=self.get_data_parallel_size(),
         )
         batch = read_rollouts(data, loss_tokens_only=not forward_only)
+        run, failed = None, None
+        try:
+            run = self._run_packs(data, batch, loss_function, forward_only)
+        except PackMemoryError as error:
+            # The exception itself would keep the failed try in memory.
+            failed = (error.num_tokens, error.cause)
+        if failed is not None:
+            self._shrink_packs(*failed)
+            try:
+                run = self._run_packs(data, batch, loss_function, forward_only)
+            except PackMemoryError as error:
+                raise PackMemoryError(
+                    error.num_tokens,
+                    f"{error.cause} (nor did one of {failed[0]} tokens); lower "
+                    f"{OPTIONS_PATH}.max_tokens_per_pack, set {OPTIONS_PATH}.max_cache_bytes, or "
+                    "use more ranks",
+                ) from None
+        packed, stats, output = run
+        output["metrics"].update(self._reuse_metrics(stats, forward_only))
+        if not forward_only:
+            output["metrics"][f"{METRIC_PREFIX}imbalance"] = [self._imbalance(packed)]
+            output["metrics"][f"{METRIC_PREFIX}oom_retries"] = [float(failed is not None)]
+        self._add_provenance(output, data, forward_only, records, batch, packed.forest)
+        return output
+
+    def _run_packs(
+        self,
+        data: TensorDict,
+        batch: RolloutBatch,
+        loss_function: Callable | None,
+        forward_only: bool,
+    ) -> tuple[PackedBatch, RunStats, dict[str, Any]]:
+        """Plan a mini-batch and run it: plan, statistics, verl's output dict."""
         packed = pack_sequences(
             batch.token_ids,
             self._budget(data, forward_only),
@@ -173,37 +223,22 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             keep_output=keep_output,
         )
         with_entropy = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
-        if forward_only:
-            stats = self._runner.forward(packed, collector.add, with_entropy=with_entropy)
-        else:
-            stats = self._runner.backward(packed, collector.add, with_entropy=with_entropy)
-        output = collector.result(with_entropy)
-        output["metrics"].update(self._reuse_metrics(stats, forward_only))
-        if not forward_only:
-            imbalance = self._imbalance(packed)
-            output["metrics"][f"{METRIC_PREFIX}imbalance"] = [imbalance]
-        self._add_provenance(output, data, forward_only, records, batch, packed.forest)
-        return output
+        run = self._runner.forward if forward_only else self._runner.backward
+        stats = run(packed, collector.add, with_entropy=with_entropy)
+        return packed, stats, collector.result(with_entropy)
 
-    def _check_provenance(self, data: TensorDict) -> list[PolicyRecord | None]:
-        """Policy records of the rows.
-
-        Raises:
-            ProvenanceError: on every rank, if any rank's rows contradict their records.
-        """
-        if not self.options.provenance.enabled:
-            return []
-        fault, records = None, []
-        try:
-            records = check_provenance(data)
-        except ProvenanceError as error:
-            fault = str(error)
-        group = self.get_data_parallel_group()
-        num_faults = torch.tensor([float(fault is not None)], device=_compute_device())
-        torch.distributed.all_reduce(num_faults, group=group)
-        if num_faults.item():
-            raise ProvenanceError(self._first_of_ranks(fault))
-        return records
+    def _shrink_packs(self, num_tokens: int, cause: str) -> None:
+        """Plan with half the tokens that did not fit, now and later."""
+        self._max_tokens_that_fit = max(1, num_tokens // 2)
+        logger.warning(
+            "prefixflow: a pack of %d tokens did not fit into memory (%s). Its mini-batch runs "
+            "again without the gradients so far, and from now on packs have %d tokens at most: set "
+            "%s.max_tokens_per_pack to that",
+            num_tokens,
+            cause,
+            self._max_tokens_that_fit,
+            OPTIONS_PATH,
+        )
 
     def _add_provenance(
         self,
@@ -243,6 +278,9 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                 max_tokens = int(data["max_token_len_per_gpu"])
             else:
                 max_rollouts = int(data["micro_batch_size_per_gpu"])
+        if self._max_tokens_that_fit is not None:
+            max_tokens = min(max_tokens or self._max_tokens_that_fit, self._max_tokens_that_fit)
+            max_rollouts = None
         activations = self.options.prefix_activations
         return PackBudget(
             max_tokens=max_tokens,
@@ -277,14 +315,24 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
-    def _agree_on_batch(self, data: TensorDict) -> tuple[float, UnsupportedModelError | None]:
-        """Loss tokens over all ranks, and why this batch has to run densely, if any reason.
+    def _agree_on_batch(
+        self, data: TensorDict, forward_only: bool
+    ) -> tuple[float, UnsupportedModelError | None, list[PolicyRecord | None]]:
+        """Loss tokens over all ranks; why this batch has to run densely, if any reason; policy
+        records of the rows.
 
         Raises:
+            ScheduleMismatchError: on every rank, if only some train.
+            ProvenanceError: on every rank, if any rank's rows contradict their records.
             UnsupportedModelError: on every rank, if any rank must refuse and
                 `on_unsupported=error`.
         """
-        refusal = self._fallback
+        fault, refusal, records = None, self._fallback, []
+        if self.options.provenance.enabled and not forward_only:
+            try:
+                records = check_provenance(data)
+            except ProvenanceError as error:
+                fault = str(error)
         if refusal is None:
             try:
                 check_request(data)
@@ -292,24 +340,33 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                 check_length(self.module, int(data["input_ids"].offsets().diff().max()))
             except UnsupportedModelError as error:
                 refusal = error
-        group = self.get_data_parallel_group()
-        totals = torch.tensor(
-            [float(data["loss_mask"].sum()), float(refusal is not None)],
-            dtype=torch.float64,
-            device=_compute_device(),
-        )
-        torch.distributed.all_reduce(totals, group=group)
+        # One collective of one shape, whatever the rank was called for.
+        own = [
+            float(data["loss_mask"].sum()),
+            float(refusal is not None),
+            float(fault is not None),
+            float(forward_only),
+        ]
+        totals = torch.tensor(own, dtype=torch.float64, device=_compute_device())
+        torch.distributed.all_reduce(totals, group=self.get_data_parallel_group())
         # A float: masks may hold weights.
-        num_loss_tokens, num_refusing = totals.tolist()
+        num_loss_tokens, num_refusing, num_faults, num_forward_only = totals.tolist()
+        if num_forward_only not in (0, self.get_data_parallel_size()):
+            raise ScheduleMismatchError(
+                f"{num_forward_only:.0f} of {self.get_data_parallel_size()} ranks were called for "
+                "log-probs and the others for an update: call all ranks for the same"
+            )
+        if num_faults:
+            raise ProvenanceError(self._first_of_ranks(fault))
         # Nothing to train on is a loss of zero, not zero divided by zero.
         num_loss_tokens = num_loss_tokens or 1.0
         if num_refusing:
             # Every rank reports the same reason: that of the first rank that has one.
-            own = None if refusal is None else (refusal.feature, str(refusal))
-            refusal = UnsupportedModelError(*self._first_of_ranks(own))
+            reason = None if refusal is None else (refusal.feature, str(refusal))
+            refusal = UnsupportedModelError(*self._first_of_ranks(reason))
             if self.options.on_unsupported == "error":
                 raise refusal
-        return num_loss_tokens, refusal
+        return num_loss_tokens, refusal, records
 
     def _first_of_ranks(self, value: Any) -> Any:
         """The first rank's value that is not None, the same on every rank."""

@@ -22,10 +22,13 @@ This is the only file that calls backward.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +41,7 @@ from prefixflow_verl.activations import ORDER, PrefixActivations, saved_on_cpu
 from prefixflow_verl.attention import AttentionBackend, SegmentContext, choose_backend
 from prefixflow_verl.forest import PrefixForest
 from prefixflow_verl.kv_cache import STALE_MESSAGE, PackCache, StaleCacheError, WeightsVersion
+from prefixflow_verl.lockstep import Lockstep, PackMemoryError, Pass, is_out_of_memory
 from prefixflow_verl.log_probs import log_probs_and_entropy
 from prefixflow_verl.memory import PHASE_PREFIX
 from prefixflow_verl.model_hook import (
@@ -86,6 +90,11 @@ class CompletedRollouts:
 
 
 LossFunction = Callable[[CompletedRollouts], torch.Tensor]
+
+
+class ScheduleMismatchError(RuntimeError):
+    """Ranks were about to run different sequences of forwards and backwards. Raised on every rank,
+    before the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +196,9 @@ class PhaseRunner:
         reduce_gradients_once: skip gradient reduction for all but the last backward.
         scale_loss: applied to each loss before its backward (a loss scaler's `scale`).
         forward_context: entered around every model forward (autocast).
+        survives_out_of_memory: raise `PackMemoryError` on every rank if a pack does not fit on one,
+            instead of leaving the others waiting; see lockstep.py. Costs FSDP2's prefetching and,
+            on several ranks, one more pass of one token, which reduces the gradients.
     """
 
     model: torch.nn.Module
@@ -198,11 +210,15 @@ class PhaseRunner:
     reduce_gradients_once: bool = True
     scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
     forward_context: Callable[[], AbstractContextManager] = nullcontext
+    survives_out_of_memory: bool = False
     _caches: dict[int, PackCache] = field(default_factory=dict, init=False)
     _twins: dict[int, _PackRun] = field(default_factory=dict, init=False)
     _captured: list[dict] = field(default_factory=list, init=False)
     _max_cache_bytes: int = field(default=0, init=False)
     _with_entropy: bool = field(default=False, init=False)
+    _head_runs: list[_PackRun | None] = field(default_factory=list, init=False)
+    _failure: tuple[int, str] | None = field(default=None, init=False)
+    _lockstep: Lockstep | None = field(default=None, init=False)
     _lm_head: LmHead = field(init=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +227,8 @@ class PhaseRunner:
         if self.device is None:
             self.device = next(self.model.parameters()).device
         self._lm_head = LmHead(self.model)
+        if self.survives_out_of_memory and isinstance(self.model, FSDPModule):
+            self._lockstep = Lockstep(self.model)
 
     def backward(
         self, batch: PackedBatch, loss_function: LossFunction, *, with_entropy: bool = False
@@ -223,6 +241,8 @@ class PhaseRunner:
         Raises:
             RuntimeError: gradients are switched off, or no parameter wants one.
             ValueError: the loss is no scalar tensor, or depends on no log-prob.
+            ScheduleMismatchError: ranks called different things, or are set up differently.
+            PackMemoryError: a pack does not fit into memory, under `survives_out_of_memory`.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -253,17 +273,31 @@ class PhaseRunner:
         with_entropy: bool,
     ) -> RunStats:
         plan = batch.plan
-        agreed, activations = self._agree(plan.counts, plan.prefix_activations)
+        agreed, activations = self._agree(plan.counts, plan.prefix_activations, training)
         recomputes = training and activations == "recompute"
         self._with_entropy = with_entropy
         self._max_cache_bytes = 0
-        num_backwards_left = sum(heads + leaves for heads, leaves in agreed) if training else 0
+        self._failure = None
+        num_agreed = sum(heads + leaves for heads, leaves in agreed)
+        # See lockstep.py [Note: a rank without memory]: gradients wait until all ranks have come
+        # through.
+        reduces_apart = training and self._lockstep is not None and self._num_ranks > 1
+        num_backwards_left = num_agreed + reduces_apart if training else 0
 
-        def finish(run: _PackRun) -> None:
+        def start(index: int | None, context: AbstractContextManager) -> _PackRun:
+            with context:
+                run = self._forward_pack(batch, index, training)
+            self._complete(batch, index, consume, training)
+            return run
+
+        def finish(run: _PackRun | None) -> None:
             nonlocal num_backwards_left
             num_backwards_left -= 1
             with self._gradient_sync(is_last=num_backwards_left == 0):
                 self._backward_pack(run)
+
+        def attempt(pass_: Pass, index: int | None, action: Callable[[], Any]) -> Any:
+            return self._attempt(pass_, batch, index, action)
 
         try:
             with routed(self.model):
@@ -272,47 +306,52 @@ class PhaseRunner:
                     round_ = plan.rounds[number] if number < len(plan.rounds) else None
                     heads = _pad(round_.heads if round_ else (), num_heads)
                     leaves = _pad(round_.leaves if round_ else (), num_leaves)
-                    head_runs = []
                     for index in heads:
-                        with _phase("prefix"):
+                        with _phase("prefix", batch, index):
                             saving = saved_on_cpu() if activations == "offload" else nullcontext()
-                            with torch.no_grad() if recomputes else saving:
-                                head_runs.append(self._forward_pack(batch, index, training))
-                            self._complete(batch, index, consume, training)
+                            context = torch.no_grad() if recomputes else saving
+                            run = attempt("forward", index, partial(start, index, context))
+                            self._head_runs.append(run)
+                            del run
                     for index in leaves:
-                        with _phase("suffix"):
-                            run = self._forward_pack(batch, index, training)
-                            self._complete(batch, index, consume, training)
+                        with _phase("suffix", batch, index):
+                            run = attempt("forward", index, partial(start, index, nullcontext()))
                             if training:
-                                finish(run)
+                                attempt("backward", index, partial(finish, run))
                             del run
                             self._twins.pop(index, None)
                     live_bytes = sum(cache.num_bytes for cache in self._caches.values())
                     self._max_cache_bytes = max(self._max_cache_bytes, live_bytes)
-                    while head_runs:
-                        run = head_runs.pop()
+                    while self._head_runs:
+                        run, index = self._head_runs.pop(), heads[len(self._head_runs)]
                         if training:
-                            with _phase("delayed_backward"):
+                            with _phase("delayed_backward", batch, index):
                                 if recomputes:
-                                    self._forward_again(batch, run)
-                                finish(run)
-                        self._caches.pop(run.index, None)
-                        self._twins.pop(run.index, None)
+                                    again = partial(self._forward_again, batch, run)
+                                    attempt("forward", index, again)
+                                attempt("backward", index, partial(finish, run))
+                        self._caches.pop(index, None)
+                        self._twins.pop(index, None)
                         del run
+                failure = self._agree_on_failure() if self._lockstep is not None else None
+                if reduces_apart or (training and failure is not None):
+                    with self._gradient_sync(is_last=True):
+                        self._backward_pack(self._forward_pack(batch, None, training))
+                if failure is not None:
+                    # Reduced above, because FSDP2 would keep what it has accumulated otherwise.
+                    self.model.zero_grad()
+                    self._lockstep.reset()
+                    raise failure
         finally:
-            self._caches.clear()
-            self._twins.clear()
-            for captured in self._captured:
-                captured.clear()
-            self._captured.clear()
-        num_agreed = sum(heads + leaves for heads, leaves in agreed)
+            self._release()
+            self._head_runs = []
         return RunStats(
             logical_tokens=batch.forest.logical_tokens,
             executed_tokens=batch.forest.executed_tokens,
             num_rollouts=batch.forest.num_rollouts,
             num_shared_groups=int(batch.forest.is_shared[batch.forest.roots].sum()),
             num_packs=len(plan.packs),
-            num_dummy_packs=num_agreed - len(plan.packs),
+            num_dummy_packs=num_agreed - len(plan.packs) + reduces_apart,
             num_cut_edges=plan.num_cut_edges,
             num_dissolved_trees=plan.num_dissolved_trees,
             planning_s=batch.planning_s,
@@ -320,12 +359,72 @@ class PhaseRunner:
             prefix_activations=activations,
         )
 
+    def _attempt(
+        self, pass_: Pass, batch: PackedBatch, index: int | None, action: Callable[[], Any]
+    ) -> Any:
+        """Do one pass through the model; if memory runs out, or ran out before, only take part in
+        it and return None."""
+        if self._failure is not None:
+            self._lockstep.replay(pass_)
+            return None
+        if self._lockstep is not None:
+            self._lockstep.begin(pass_)
+        try:
+            return action()
+        except Exception as error:
+            if not self.survives_out_of_memory or not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            num_tokens = batch.layouts[index].num_tokens if index is not None else 1
+            self._failure = (num_tokens, f"{type(error).__name__}: {reason}")
+        del action
+        # The exception is gone by now, and with it the frames that held tensors.
+        self._release()
+        if self._lockstep is None:
+            self.model.zero_grad()
+            raise PackMemoryError(*self._failure)
+        self._lockstep.finish()
+        return None
+
+    def _agree_on_failure(self) -> PackMemoryError | None:
+        """The same on every rank: the smallest pack for which memory ran out, if it did on any."""
+        none = torch.iinfo(torch.int64).max
+        num_tokens, cause = self._failure or (none, None)
+        smallest = torch.tensor(num_tokens, device=self.device)
+        if self._num_ranks > 1:
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.process_group)
+        if smallest == none:
+            return None
+        if self._num_ranks > 1:
+            causes = [None] * self._num_ranks
+            own = cause and f"rank {dist.get_rank()}: {cause}"
+            dist.all_gather_object(causes, own, group=self.process_group)
+            cause = "; ".join(filter(None, causes))
+        return PackMemoryError(int(smallest), cause)
+
+    def _release(self) -> None:
+        """Let go of everything that packs have left."""
+        self._head_runs = [None] * len(self._head_runs)
+        self._caches.clear()
+        self._twins.clear()
+        for captured in self._captured:
+            captured.clear()
+        self._captured.clear()
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
     def _agree(
-        self, counts: list[tuple[int, int]], activations: PrefixActivations
+        self, counts: list[tuple[int, int]], activations: PrefixActivations, training: bool
     ) -> tuple[list[tuple[int, int]], PrefixActivations]:
         """(heads, leaves) per round and the prefix activations that every rank will use; see
-        plan.py [Note: rank agreement]."""
-        if self.process_group is None or dist.get_world_size(self.process_group) == 1:
+        plan.py [Note: rank agreement].
+
+        Raises:
+            ScheduleMismatchError: on every rank, if the ranks would run different passes.
+        """
+        if self._num_ranks == 1:
             return counts, activations
         own = [len(counts), ORDER.index(activations)]
         largest = torch.tensor(own, dtype=torch.int64, device=self.device)
@@ -335,7 +434,38 @@ class PhaseRunner:
         if counts:
             table[: len(counts)] = torch.tensor(counts, device=self.device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.process_group)
-        return [(heads, leaves) for heads, leaves in table.tolist()], ORDER[order]
+        agreed, activations = [(heads, leaves) for heads, leaves in table.tolist()], ORDER[order]
+        self._require_same(
+            {
+                "pass": "backward" if training else "forward",
+                "heads and leaves": agreed,
+                "prefix_activations": activations,
+                "reduce_gradients_once": self.reduce_gradients_once,
+                "survives_out_of_memory": self.survives_out_of_memory,
+                "activation checkpointing": pretrained_model(self.model).is_gradient_checkpointing,
+                "LM head was observed": self._lm_head.can_replace is not None,
+            }
+        )
+        return agreed, activations
+
+    def _require_same(self, schedule: dict[str, Any]) -> None:
+        """Compare a digest of what decides the collectives that follow."""
+        digest = hashlib.blake2b(repr(schedule).encode(), digest_size=6).digest()
+        own = int.from_bytes(digest, "big")
+        ends = torch.tensor([own, -own], dtype=torch.int64, device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.process_group)
+        largest, smallest = ends[0].item(), -ends[1].item()
+        if largest == smallest:
+            return
+        schedules: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(schedules, schedule, group=self.process_group)
+        differing = [name for name in schedule if any(s[name] != schedule[name] for s in schedules)]
+        values = [f"{name}: {[s[name] for s in schedules]}" for name in differing]
+        raise ScheduleMismatchError(
+            "the ranks are about to run different forwards and backwards and would wait for each "
+            f"other forever; by rank, {'; '.join(values)}. Give every rank the same call and "
+            "the same settings."
+        )
 
     def _observe_head(self) -> None:
         """See model_hook.py [Note: log-probs inside the LM head]; once, the same on every rank."""
@@ -578,9 +708,19 @@ def _reuse_difference(runner: PhaseRunner) -> tuple[float, float]:
     return torch.cat(differences).median().item(), limit
 
 
-def _phase(name: str) -> AbstractContextManager:
-    """A range of the profiler; memory.py reports peaks by it."""
-    return record_function(PHASE_PREFIX + name)
+@contextmanager
+def _phase(name: str, batch: PackedBatch, index: int | None) -> Iterator[None]:
+    """A range of the profiler; memory.py reports peaks by it. Exceptions say where they were."""
+    try:
+        with record_function(PHASE_PREFIX + name):
+            yield
+    except Exception as error:
+        pack = "a dummy pack"
+        if index is not None:
+            num_tokens = batch.layouts[index].num_tokens
+            pack = f"pack {index} of {len(batch.layouts)}, {num_tokens} tokens"
+        error.add_note(f"in phase {name}, {pack}")
+        raise
 
 
 def _pad(indices: Sequence[int], count: int) -> list[int | None]:

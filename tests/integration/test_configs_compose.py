@@ -114,6 +114,8 @@ def test_every_option_of_the_config_reaches_both_engines(name, assets):
         "plan": "cut",
         "min_shared_tokens": 99,
         "cut_overhead_tokens": 111,
+        "oom_retry": True,
+        "failure_timeout_s": 7.5,
         "placement": "length",
         "provenance": {
             "enabled": False,

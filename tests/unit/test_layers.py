@@ -22,7 +22,9 @@ PURE = (
 TORCH = (
     "activations",
     "attention",
+    "failures",
     "kv_cache",
+    "lockstep",
     "log_probs",
     "memory",
     "model_hook",
