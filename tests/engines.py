@@ -84,6 +84,9 @@ def make_worker(
             checkpoint_config=CheckpointConfig(),
         )
     )
+    # Adapters are drawn here; the update of an entry whose gradient is near zero is noise times a
+    # learning rate, so they are the same in every run.
+    torch.manual_seed(0)
     worker.reset()
     set_loss(worker, **(actor or {}))
     return worker
