@@ -292,12 +292,8 @@ def place(
     tree = PrefixTree(rollouts, shape, checkpointing)
     if mini_batches is None:
         mini_batches = np.arange(rollouts.num_rollouts)
-    num_tokens = rollouts.num_tokens
-    starts = [
-        rows[verl_order(num_tokens[rows], num_ranks)].reshape(num_ranks, -1)
-        for rows in np.asarray(mini_batches).reshape(num_mini_batches, -1)
-    ]
-    return _place(tree, starts)
+    mini_batches = np.asarray(mini_batches).reshape(num_mini_batches, -1)
+    return _place(tree, _starts(mini_batches, rollouts, num_ranks))
 
 
 def place_batch(
@@ -309,7 +305,7 @@ def place_batch(
     num_ranks: int,
     num_mini_batches: int = 1,
     checkpointing: bool = False,
-) -> Placement:
+) -> tuple[Placement, Placement]:
     """Place a trainer's batch: `place` with mini-batches of whole groups, or with those of verl's
     own placement where these are faster. So it is never slower than verl's.
 
@@ -320,25 +316,31 @@ def place_batch(
         is_padding: R flags: rows that pad the batch.
         num_ranks, num_mini_batches, checkpointing: see `place`.
 
+    Returns:
+        This placement, and verl's own with the same reuse.
+
     Raises:
         PlacementError: R is no multiple of `num_ranks * num_mini_batches`.
     """
     _require_divisible(rollouts.num_rollouts, num_ranks, num_mini_batches)
-    placed = place(
-        rollouts,
-        shape,
-        num_ranks=num_ranks,
-        num_mini_batches=num_mini_batches,
-        mini_batches=whole_group_mini_batches(group_ids, is_padding, num_mini_batches),
-        checkpointing=checkpointing,
-    )
     tree = PrefixTree(rollouts, shape, checkpointing)
+    whole = whole_group_mini_batches(group_ids, is_padding, num_mini_batches)
+    placed = _place(tree, _starts(whole, rollouts, num_ranks))
     order = verl_order(rollouts.num_tokens, num_ranks)
     theirs = _evaluate(order, tree, num_ranks, num_mini_batches)
-    if placed.slowest_cost <= theirs.slowest_cost:
-        return placed
-    cells = order.reshape(num_ranks, num_mini_batches, -1)
-    return _place(tree, [cells[:, index] for index in range(num_mini_batches)])
+    if placed.slowest_cost > theirs.slowest_cost:
+        cells = order.reshape(num_ranks, num_mini_batches, -1)
+        placed = _place(tree, [cells[:, index] for index in range(num_mini_batches)])
+    return placed, theirs
+
+
+def _starts(mini_batches: np.ndarray, rollouts: RolloutLengths, num_ranks: int) -> list[np.ndarray]:
+    """M placements by length, [K, R / (K * M)] rows, of mini-batches [M, R / M]."""
+    num_tokens = rollouts.num_tokens
+    return [
+        rows[verl_order(num_tokens[rows], num_ranks)].reshape(num_ranks, -1)
+        for rows in mini_batches
+    ]
 
 
 def _place(tree: PrefixTree, starts: Sequence[np.ndarray]) -> Placement:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from prefixflow_verl.bench_settings import ForwardSize, Settings, What
-from prefixflow_verl.lengths import GroupLengths, read_groups
+from prefixflow_verl.lengths import GroupLengths, read_trace
 
 SEQUENCES_PER_BUDGET = 4
 """Whole sequences of mean length in the default token budget."""
@@ -279,15 +279,10 @@ class TraceCase(_GroupCase):
             ValueError: no such files, or a line is not understood; names file, line and reason.
             OSError: a file cannot be read.
         """
-        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"{path} holds no file that ends in .jsonl")
         cases = []
-        for file in files:
-            groups = read_groups(file)
+        for name, groups in read_trace(path):
             count = min(num_groups, len(groups))
             taken = [groups[i * len(groups) // count].scaled(scale) for i in range(count)]
-            name = str(file.relative_to(path)) if path.is_dir() else file.name
             cases.append(cls(name=name, groups=tuple(taken), scale=scale))
         return cases
 

@@ -49,6 +49,17 @@ PlanName = Literal[PLANS]
 ActivationsName = Literal[PREFIX_ACTIVATIONS]
 DEFAULTS = PrefixFlowOptions()
 
+TokenBudget = Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")]
+CountCheckpointing = Annotated[
+    bool, typer.Option("--checkpointing/--no-checkpointing", help="Count activation checkpointing.")
+]
+ModelSizes = Annotated[
+    Path | None, typer.Option(help="Directory whose config.json has the model's sizes.")
+]
+SizeReplacements = Annotated[
+    str | None, typer.Option(help="Sizes that replace the model's, e.g. num_layers=48,hidden=5120.")
+]
+
 app = typer.Typer(
     name="prefixflow",
     help="Exact shared-prefix reuse for GRPO training.",
@@ -158,7 +169,7 @@ def plan(
     response: Annotated[int | None, typer.Option(min=1, help="Tokens of each response.")] = None,
     group: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, without --lengths.")] = 1,
-    token_budget: Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")] = 16384,
+    token_budget: TokenBudget = 16384,
     max_cache_bytes: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes that prefixes may hold while their suffixes run."),
@@ -170,17 +181,9 @@ def plan(
     min_shared_tokens: Annotated[
         int, typer.Option(min=1, help="Shortest run of tokens worth sharing.")
     ] = DEFAULTS.min_shared_tokens,
-    checkpointing: Annotated[
-        bool,
-        typer.Option("--checkpointing/--no-checkpointing", help="Count activation checkpointing."),
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="Directory whose config.json has the model's sizes.")
-    ] = None,
-    model_shape: Annotated[
-        str | None,
-        typer.Option(help="Sizes that replace the model's, e.g. num_layers=48,hidden=5120."),
-    ] = None,
+    checkpointing: CountCheckpointing = False,
+    model: ModelSizes = None,
+    model_shape: SizeReplacements = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print how rollouts of given lengths would be laid out, and what that costs. Needs no torch.
@@ -268,21 +271,13 @@ def simulate(
     repeat: Annotated[
         int, typer.Option(min=1, help="Copies of each group, as different prompts: more rollouts.")
     ] = 1,
-    token_budget: Annotated[int, typer.Option(min=1, help="Executed tokens per pack.")] = 16384,
+    token_budget: TokenBudget = 16384,
     tflops: Annotated[
         float, typer.Option(help="TFLOP/s that a rank reaches; turns FLOPs into seconds.")
     ] = 400.0,
-    checkpointing: Annotated[
-        bool,
-        typer.Option("--checkpointing/--no-checkpointing", help="Count activation checkpointing."),
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="Directory whose config.json has the model's sizes.")
-    ] = None,
-    model_shape: Annotated[
-        str | None,
-        typer.Option(help="Sizes that replace the model's, e.g. num_layers=48,hidden=5120."),
-    ] = None,
+    checkpointing: CountCheckpointing = False,
+    model: ModelSizes = None,
+    model_shape: SizeReplacements = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for simulation.json and simulation.png.")
     ] = None,
@@ -294,8 +289,9 @@ def simulate(
     Seconds are FLOPs over --tflops: communication and the optimizer are left out. Without --model
     the sizes are those of Qwen3-8B.
     """
+    from prefixflow_verl.lengths import read_trace
     from prefixflow_verl.plan import PackBudget
-    from prefixflow_verl.simulate import Cluster, read_trace
+    from prefixflow_verl.simulate import Cluster
     from prefixflow_verl.simulate import simulate as simulate_trace
 
     if not 0 < tflops < float("inf"):
@@ -303,7 +299,7 @@ def simulate(
     if out is not None:
         require_matplotlib()
     try:
-        steps = read_trace(trace, repeat=repeat)
+        steps = [(name, groups * repeat) for name, groups in read_trace(trace)]
     except OSError as error:
         fail(f"--trace={trace} cannot be read ({error.strerror}): name a JSON-lines file")
     except ValueError as error:

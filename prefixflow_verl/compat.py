@@ -137,6 +137,13 @@ def _keep_metric_names(trainer_module: types.ModuleType) -> None:
     trainer_module.rename_dict = rename
 
 
+def _kept_on(trainer: Any, name: str, make: Callable[[], Any]) -> Any:
+    """What `make` returned for this trainer the first time."""
+    if name not in vars(trainer):
+        setattr(trainer, name, make())
+    return getattr(trainer, name)
+
+
 def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
     from prefixflow_verl.engine_config import provenance_options
     from prefixflow_verl.update_gate import UpdateGate, take_consumed
@@ -151,11 +158,11 @@ def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
         return rename_dict(data, prefix)
 
     def gate_of(trainer: Any) -> UpdateGate | None:
-        if "prefixflow_gate" not in vars(trainer):
+        def make() -> UpdateGate | None:
             options = provenance_options(trainer.config)
-            gate = UpdateGate(trainer.config, options) if options is not None else None
-            trainer.prefixflow_gate = gate
-        return trainer.prefixflow_gate
+            return UpdateGate(trainer.config, options) if options is not None else None
+
+        return _kept_on(trainer, "prefixflow_gate", make)
 
     def around(name: str, before: Callable | None, after: Callable | None) -> None:
         method = getattr(trainer_class, name)
@@ -194,21 +201,18 @@ def _put_gate_around_update(trainer_module: types.ModuleType) -> None:
 
 
 def _place_by_prefix(trainer_module: types.ModuleType) -> None:
+    from prefixflow_verl.engine_config import run_options
+    from prefixflow_verl.placement import BatchPlacer
+
     trainer_class = trainer_module.PPOTrainer
     balance_batch, update_actor = trainer_class._balance_batch, trainer_class._update_actor
 
-    def placer_of(trainer: Any) -> Any:
-        if "prefixflow_placer" not in vars(trainer):
-            from prefixflow_verl.engine_config import run_options
-
+    def placer_of(trainer: Any) -> BatchPlacer | None:
+        def make() -> BatchPlacer | None:
             options = run_options(trainer.config)
-            if options is not None:
-                from prefixflow_verl.placement import BatchPlacer
+            return BatchPlacer(trainer.config, options) if options is not None else None
 
-                trainer.prefixflow_placer = BatchPlacer(trainer.config, options)
-            else:
-                trainer.prefixflow_placer = None
-        return trainer.prefixflow_placer
+        return _kept_on(trainer, "prefixflow_placer", make)
 
     @functools.wraps(balance_batch)
     def balance_then_place(

@@ -187,9 +187,8 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                     "use more ranks",
                 ) from None
         packed, stats, output = run
-        output["metrics"].update(self._reuse_metrics(stats, forward_only))
+        output["metrics"].update(self._reuse_metrics(packed, stats, forward_only))
         if not forward_only:
-            output["metrics"][f"{METRIC_PREFIX}imbalance"] = [self._imbalance(packed)]
             output["metrics"][f"{METRIC_PREFIX}oom_retries"] = [float(failed is not None)]
         self._add_provenance(output, data, forward_only, records, batch, packed.forest)
         return output
@@ -391,7 +390,9 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
         output["metrics"][f"{METRIC_PREFIX}fallback_reason/{refusal.feature}"] = [1.0]
         return output
 
-    def _reuse_metrics(self, stats: RunStats, forward_only: bool) -> dict[str, list[float]]:
+    def _reuse_metrics(
+        self, packed: PackedBatch, stats: RunStats, forward_only: bool
+    ) -> dict[str, list[float]]:
         """`prefixflow/` metrics: counts summed over ranks, seconds and bytes of the largest rank.
 
         verl averages them over mini-batches. It reports no metrics of log-prob passes, so those of
@@ -405,12 +406,20 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
             "dummy_packs": stats.num_dummy_packs,
             "cut_edges": stats.num_cut_edges,
             "dissolved_trees": stats.num_dissolved_trees,
+            "flops": self._update_flops(packed),
         }
-        slowest = {"planning_s": stats.planning_s, "cache_bytes": stats.max_cache_bytes}
+        slowest = {
+            "planning_s": stats.planning_s,
+            "cache_bytes": stats.max_cache_bytes,
+            "largest_flops": counts["flops"],
+        }
         values = {
             **self._over_ranks(counts, torch.distributed.ReduceOp.SUM),
             **self._over_ranks(slowest, torch.distributed.ReduceOp.MAX),
         }
+        mean_flops = values.pop("flops") / self.get_data_parallel_size()
+        largest_flops = values.pop("largest_flops")
+        values["imbalance"] = largest_flops / mean_flops if mean_flops else 1.0
         values["prefixes_recomputed"] = float(stats.prefix_activations == "recompute")
         values["reuse_ratio"] = reuse_ratio(values["logical_tokens"], values["executed_tokens"])
         if forward_only:
@@ -423,15 +432,11 @@ class PrefixFlowEngine(FSDPEngineWithLMHead):
                 metrics[f"{METRIC_PREFIX}log_prob/{name}"] = [self._log_prob_totals[name]]
         return metrics
 
-    def _imbalance(self, packed: PackedBatch) -> float:
-        """FLOPs of the rank with the most in this mini-batch / their mean over ranks."""
+    def _update_flops(self, packed: PackedBatch) -> int:
         model = pretrained_model(self.module)
         num_logit_rows = sum(len(layout.logit_rows) for layout in packed.layouts)
         flops = forest_flops(ModelShape.from_config(model.config), packed.forest, num_logit_rows)
-        own = {"flops": flops.update(checkpointing=model.is_gradient_checkpointing)}
-        total = self._over_ranks(own, torch.distributed.ReduceOp.SUM)["flops"]
-        largest = self._over_ranks(own, torch.distributed.ReduceOp.MAX)["flops"]
-        return largest * self.get_data_parallel_size() / total if total else 1.0
+        return flops.update(checkpointing=model.is_gradient_checkpointing)
 
     def _over_ranks(
         self, values: dict[str, float], operation: torch.distributed.ReduceOp

@@ -137,6 +137,22 @@ def read_groups(path: Path) -> list[GroupLengths]:
     return groups
 
 
+def read_trace(path: Path) -> list[tuple[str, list[GroupLengths]]]:
+    """(name, groups) of a file, or of each file below a directory that ends in .jsonl.
+
+    Raises:
+        ValueError: no such files, or a line is not understood; names file, line and reason.
+        OSError: a file cannot be read.
+    """
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no file that ends in .jsonl")
+    return [
+        (str(file.relative_to(path)) if path.is_dir() else file.name, read_groups(file))
+        for file in files
+    ]
+
+
 def estimate(
     groups: Sequence[GroupLengths],
     shape: ModelShape,

@@ -21,13 +21,7 @@ from verl.utils.fs import copy_to_local
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from prefixflow_verl.accounting import ModelShape
-from prefixflow_verl.balance import (
-    PlacementError,
-    RolloutLengths,
-    evaluate,
-    place_batch,
-    verl_order,
-)
+from prefixflow_verl.balance import PlacementError, RolloutLengths, place_batch
 from prefixflow_verl.config import METRIC_PREFIX, PrefixFlowOptions
 from prefixflow_verl.forest import build_forest
 
@@ -91,17 +85,17 @@ class BatchPlacer:
         is_padding = [bool(tag.get("is_padding", False)) for tag in tags]
         groups = [_group_of(key) for key in keys]
         rollouts = self._lengths(batch.partition_id, keys, groups, tags, is_padding)
-        split = {
-            "num_ranks": num_ranks,
-            "num_mini_batches": self._num_mini_batches(len(batch), num_ranks),
-            "checkpointing": bool(self._model.enable_gradient_checkpointing),
-        }
         if self._shape is None:
             self._shape = self._read_shape()
-        theirs = evaluate(
-            verl_order(rollouts.num_tokens, num_ranks), rollouts, self._shape, **split
+        ours, theirs = place_batch(
+            rollouts,
+            self._shape,
+            group_ids=groups,
+            is_padding=is_padding,
+            num_ranks=num_ranks,
+            num_mini_batches=self._num_mini_batches(len(batch), num_ranks),
+            checkpointing=bool(self._model.enable_gradient_checkpointing),
         )
-        ours = place_batch(rollouts, self._shape, group_ids=groups, is_padding=is_padding, **split)
         batch.reorder([rows[row] for row in ours.order.tolist()])
         lengths = [tag["seq_len"] for tag in tags]
         parts = ours.order.reshape(num_ranks, -1).tolist()

@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,9 @@ from prefixflow_verl.balance import (
     Placement,
     RolloutLengths,
     dense_costs,
-    evaluate,
     place_batch,
-    verl_order,
 )
-from prefixflow_verl.lengths import GroupLengths, read_groups
+from prefixflow_verl.lengths import GroupLengths
 from prefixflow_verl.plan import PackBudget, make_plan
 
 NO_REUSE, VERL, OURS = "no_reuse", "verl", "prefixflow"
@@ -166,26 +163,6 @@ class Cluster:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0")
 
 
-def read_trace(path: Path, *, repeat: int = 1) -> list[tuple[str, list[GroupLengths]]]:
-    """(name, groups) of every step: a file, or each file below a directory that ends in .jsonl.
-
-    Args:
-        path: JSON lines as for `read_groups`.
-        repeat: how often each group is in its step's batch, as so many different prompts.
-
-    Raises:
-        ValueError: no such files, or a line is not understood; names file, line and reason.
-        OSError: a file cannot be read.
-    """
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} holds no file that ends in .jsonl")
-    return [
-        (str(file.relative_to(path)) if path.is_dir() else file.name, read_groups(file) * repeat)
-        for file in files
-    ]
-
-
 def simulate_step(name: str, groups: Sequence[GroupLengths], cluster: Cluster) -> Step:
     """Place one step's rollouts under every arm and count what each rank pays."""
     group_ids = [index for index, group in enumerate(groups) for _ in group.responses]
@@ -200,24 +177,19 @@ def simulate_step(name: str, groups: Sequence[GroupLengths], cluster: Cluster) -
         responses + [PADDING_RESPONSE] * num_padding_rows,
         loss + [0] * num_padding_rows,
     )
-    split = {
-        "num_ranks": cluster.num_ranks,
-        "num_mini_batches": cluster.num_mini_batches,
-        "checkpointing": cluster.checkpointing,
-    }
-    order = verl_order(rollouts.num_tokens, cluster.num_ranks)
-    theirs = evaluate(order, rollouts, cluster.shape, **split)
     begin = time.perf_counter()
-    ours = place_batch(
+    ours, theirs = place_batch(
         rollouts,
         cluster.shape,
         group_ids=rollouts.last_segment.tolist(),
         is_padding=np.arange(rollouts.num_rollouts) >= num_rollouts,
-        **split,
+        num_ranks=cluster.num_ranks,
+        num_mini_batches=cluster.num_mini_batches,
+        checkpointing=cluster.checkpointing,
     )
     placement_s = time.perf_counter() - begin
     dense = dense_costs(rollouts, cluster.shape, checkpointing=cluster.checkpointing)
-    dense = dense[order].reshape(*theirs.costs.shape, -1).sum(axis=2)
+    dense = dense[theirs.order].reshape(*theirs.costs.shape, -1).sum(axis=2)
     return Step(
         name=name,
         num_rollouts=num_rollouts,

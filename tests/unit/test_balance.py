@@ -135,7 +135,7 @@ def test_a_batch_is_never_slower_than_in_verls_placement(workload, num_padding):
     rollouts, num_ranks, num_mini_batches = workload
     options = {"num_ranks": num_ranks, "num_mini_batches": num_mini_batches}
     is_padding = np.arange(rollouts.num_rollouts) >= rollouts.num_rollouts - num_padding
-    ours = place_batch(
+    ours, theirs = place_batch(
         rollouts,
         SHAPE,
         group_ids=rollouts.last_segment.tolist(),
@@ -145,6 +145,8 @@ def test_a_batch_is_never_slower_than_in_verls_placement(workload, num_padding):
     verls = evaluate(verl_order(rollouts.num_tokens, num_ranks), rollouts, SHAPE, **options)
     assert sorted(ours.order.tolist()) == list(range(rollouts.num_rollouts))
     assert ours.slowest_cost <= verls.slowest_cost * (1 + 1e-9)
+    assert theirs.order.tolist() == verls.order.tolist()
+    assert theirs.slowest_cost == verls.slowest_cost
 
 
 def groups_cut(mini_batches: np.ndarray, group_ids: list, is_padding: list[bool]) -> int:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from prefixflow_verl.accounting import ModelShape, dense_flops, span_flops
 from prefixflow_verl.cli import app
-from prefixflow_verl.lengths import GroupLengths, read_groups
+from prefixflow_verl.lengths import GroupLengths, read_groups, read_trace
 from prefixflow_verl.plan import PackBudget
-from prefixflow_verl.simulate import NO_REUSE, OURS, VERL, Cluster, read_trace, simulate
+from prefixflow_verl.simulate import NO_REUSE, OURS, VERL, Cluster, simulate
 
 SHAPE = ModelShape(
     num_layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab=50
@@ -135,8 +135,8 @@ def test_traces_are_files_or_directories(tmp_path):
     (tmp_path / "b.jsonl").write_text(line)
     (tmp_path / "deep" / "a.jsonl").write_text(line * 2)
     (tmp_path / "notes.txt").write_text("no lengths")
-    named = read_trace(tmp_path, repeat=3)
-    assert [(name, len(groups)) for name, groups in named] == [("b.jsonl", 3), ("deep/a.jsonl", 6)]
+    named = read_trace(tmp_path)
+    assert [(name, len(groups)) for name, groups in named] == [("b.jsonl", 1), ("deep/a.jsonl", 2)]
     [(name, groups)] = read_trace(tmp_path / "b.jsonl")
     assert (name, groups) == ("b.jsonl", read_groups(tmp_path / "b.jsonl"))
 
@@ -166,6 +166,16 @@ def test_command_prints_json_and_writes_files(trace, tmp_path):
     assert (out / "simulation.png").read_bytes().startswith(b"\x89PNG")
     faster = json.loads(run("--trace", trace, "--ranks", 8, "--json", "--tflops", 800).stdout)
     assert faster["slowest_rank_s"]["verl"] == pytest.approx(seconds["verl"] / 2)
+
+
+def test_repeat_makes_a_larger_batch(trace):
+    steps = [
+        json.loads(run("--trace", trace, "--ranks", 4, "--json", "--repeat", repeat).stdout)[
+            "steps"
+        ]
+        for repeat in (1, 3)
+    ]
+    assert steps[1][0]["rollouts"] == 3 * steps[0][0]["rollouts"]
 
 
 def test_command_for_people(trace):
